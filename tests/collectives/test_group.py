@@ -1,5 +1,6 @@
 """Ranks agree, differ, part ways and are lost."""
 
+import contextlib
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -7,12 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import HashStore
 
+from device_costs import DEVICE
 from lockstep.batch import BatchPlan
-from lockstep.collectives import open_all_reduce, open_group, single_rank_group
+from lockstep.collectives import (
+    Connections,
+    Group,
+    ObjectChannel,
+    gloo_threads,
+    keeping_connections,
+    open_all_reduce,
+    open_group,
+    single_rank_group,
+)
 from lockstep.collectives.group import refuse_shared_gpus
+from lockstep.collectives.owner_broadcast import BroadcastFromOwner
 from lockstep.errors import MismatchError, PeerLost, WorldError
+from lockstep.strategies.ddp_reducer import DdpReducer
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
 
@@ -33,6 +47,13 @@ def sum_where_tensors_are_made_elsewhere(group):
         return group.sum_int(1, "ones")
 
 
+def begun_and_finished(group):
+    """Two sums under way at once, with other words between them."""
+    first, second = (group.begin_sum([10**17 + group.rank, number], "numbers") for number in (1, 2))
+    group.barrier("between")
+    return second(), first()
+
+
 def agree():
     group = meet()
     rank = group.rank
@@ -40,6 +61,7 @@ def agree():
         "gathered": group.gather_objects({"rank": rank}, "ranks"),
         "broadcast": group.broadcast_object(f"from {rank}", "a word"),
         "sum": group.sum_int(10**15 + rank, "numbers"),
+        "sums": begun_and_finished(group),
         "sum elsewhere": sum_where_tensors_are_made_elsewhere(group),
         "tensor": group.sum_tensor(torch.tensor([rank, 1.5]), "tensors").tolist(),
         "leads": group.leads,
@@ -60,6 +82,7 @@ def test_ranks_agree_and_are_told_where_they_differ():
         assert got["gathered"] == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
         assert got["broadcast"] == "from 0"
         assert (got["sum"], got["sum elsewhere"]) == (3 * 10**15 + 3, 3)
+        assert got["sums"] == ([3 * 10**17 + 3, 6], [3 * 10**17 + 3, 3])
         assert got["tensor"] == [3.0, 4.5]
         assert got["leads"] == (rank == 0)
         assert got["differs"].startswith("length differs between ranks: rank 2: 1797; ranks 0, 1: 1796. ")
@@ -221,6 +244,81 @@ def without_a_split():
 
 def test_a_group_of_some_ranks_is_made_by_its_members_alone():
     assert run_ranks(without_a_split, 3) == [[True], [None, None, 2, True], [None, None, 2, True]]
+
+
+def ends_of_connections():
+    """How a search that goes well ends its connections, one whose trial fails in a sum, and a failed trial itself."""
+    ends = []
+    for name, at in (("destroy_process_group", dist), ("_abort_process_group", gloo_threads)):
+        made = getattr(at, name)
+        setattr(at, name, lambda name=name, made=made: ends.append(name) or made())
+    with keeping_connections():
+        meet().barrier("well")
+    with contextlib.suppress(ArithmeticError), keeping_connections():
+        group = meet()
+        if group.rank == 0:
+            dist.all_reduce(torch.ones(1), async_op=True)  # which the other rank never makes
+        raise ArithmeticError
+    with keeping_connections() as connections:
+        meet()
+        connections.close(abort=True)
+        meet().barrier("the next trial")
+    return ends
+
+
+def test_what_is_under_way_after_an_error_is_broken_off():
+    assert (
+        run_ranks(ends_of_connections, 2)
+        == [["destroy_process_group", "_abort_process_group", "_abort_process_group", "destroy_process_group"]] * 2
+    )
+
+
+class Asked(Connections):
+    """Which process groups are asked for: between how many ranks, and what carries their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def take(self, members, backend, timeout_s):
+        self.asked.append((len(members), backend))
+
+
+@pytest.mark.parametrize(("over_cpu", "backend"), [(True, "gloo"), (False, "nccl")])
+def test_what_carries_tensors_of_gpus_opens_no_connections_of_the_cpu_beside(over_cpu, backend):
+    world, asked = World(0, 3, 0, 3, 0, 1, port=1), Asked()
+    group = Group(world, DEVICE, HashStore(), None, 1, nodes=(0, 0, 0), over_cpu=over_cpu, connections=asked)
+    ObjectChannel(group)
+    assert asked.asked == [(3, backend), (3, "gloo")]
+    asked.asked.clear()
+    BroadcastFromOwner(group)
+    assert asked.asked == [(3, backend)] * (2 if over_cpu else 1)
+    asked.asked.clear()
+    DdpReducer(nn.Linear(1, 1), 0, group, None, 1, find_unused_parameters=True, static_graph=False, spans_gpus=False)
+    assert asked.asked == [(3, backend)]
+    asked.asked.clear()
+    group.subgroup([0, 2])
+    # What ranks say and what a CPU holds of a divided model go over the same connections, if others carry tensors.
+    assert asked.asked == [(2, None), *[(2, "gloo")] * over_cpu]
+
+
+def words_and_tensors_of_a_part():
+    """Of a group that says that its tensors are on GPUs: a second process group of a part of it carries nothing."""
+    group = meet()
+    gpus = Group(
+        World.from_env(os.environ), group.device, HashStore(), dist.group.WORLD, 60, nodes=(0, 0), over_cpu=False
+    )
+    before = len(dist.distributed_c10d._world.pg_map)
+    part = gpus.subgroup([0, 1])
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    found = made, part.gather_objects(group.rank, "ranks"), part.sum_tensor(torch.ones(1), "tensors").tolist()
+    group.barrier("end")
+    group.close()
+    return found
+
+
+def test_a_part_of_ranks_with_gpus_makes_one_process_group():
+    assert run_ranks(words_and_tensors_of_a_part, 2) == [(1, [0, 1], [2.0])] * 2
 
 
 def gpus_that_ranks_say(ids):

@@ -29,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lockstep.batch import BatchPlan
 from lockstep.data import choose_workers, is_in_memory
-from lockstep.data.indexed_loader import pinned
 from lockstep.data.orders import ShuffledOrder
 from lockstep.data.sampling import epoch_positions
 from lockstep.data.stream_agreement import bytes_of
@@ -551,22 +550,3 @@ def test_an_epoch_cannot_begin_after_its_end(dataset):
 )
 def test_workers_are_chosen_from_the_cpus_of_a_rank(cpus, in_memory, workers):
     assert choose_workers(cpus, in_memory=in_memory) == workers
-
-
-class Holder:
-    """A batch of a class of its own, which knows how to go to page-locked memory."""
-
-    def pin_memory(self):
-        return "pinned"
-
-
-class Named(NamedTuple):
-    text: str
-    number: int
-
-
-def test_a_batch_goes_to_page_locked_memory_with_all_that_it_holds():
-    name = Named("text", 1)
-    data = [("one", "two"), {"number": 3, "holder": Holder()}, name, None, 0.5]
-    assert pinned(data) == [("one", "two"), {"number": 3, "holder": "pinned"}, name, None, 0.5]
-    assert type(pinned(data)[2]) is Named

@@ -15,16 +15,20 @@ from torch import nn
 from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
+from lockstep.collectives import Group
 from lockstep.collectives.all_reduce import _fold, open_all_reduce
 from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.errors import NonFiniteError
 from lockstep.run import Run
 from lockstep.run.nonfinite import NonFiniteChecks
 from lockstep.run.precision import Precision
+from lockstep.run.step_losses import StepLosses
 from lockstep.run.to_device import to_device
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.gradient_accumulation import ParameterSet
+from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
 from worlds import on_world
 
 MANY = 200
@@ -144,6 +148,25 @@ def test_the_norm_takes_launches_by_widths_and_not_by_parameters():
     assert launches[1] - launches[0] <= rows + 5  # of larger gradients, one more table of 32 Mi elements
 
 
+def test_the_norm_of_gradients_on_several_ranks_waits_for_none_of_them():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(2, 2)).to(DEVICE)
+    told = []
+
+    def begin_sum(values, what):
+        told.extend(values)
+        return lambda: [1, 1, 1, 1, 0, 0]  # the other rank has gradients of the second layer
+
+    group = SimpleNamespace(rank=0, size=2, device=DEVICE, sum_tensor=lambda own, _: own, begin_sum=begin_sum)
+    layout = OwnerLayout(group)
+    layout.setup_model(model, lambda name: (int(name.startswith("1.")),))
+    for parameter in model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with Costs() as costs:
+        layout.norm(tuple(model.parameters()))
+    assert costs.waits == 0
+    assert told == [1, 1, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize("ranks", [3, 4, 5, 8, 13, 64])
 @pytest.mark.parametrize("each", [1, 3])
 def test_sums_of_ranks_are_added_level_by_level(ranks, each):
@@ -241,6 +264,58 @@ def test_in_fp16_the_host_waits_once_for_each_optimizer():
             assert precision.update_scale() is not infinite
         assert costs.waits == 1
         assert torch.equal(before, parameters[0]) is infinite
+
+
+def when_counts_are_added_up():
+    """What happens in two steps of two micro-batches with counts, in order."""
+    events, begin = [], Group.begin_sum
+
+    def begin_sum(group, values, what):
+        finish = begin(group, values, what)
+        events.append(what)
+        return lambda: events.append("its end") or finish()
+
+    Group.begin_sum = begin_sum
+    try:
+        with Run(on_nan="ignore", replay=False) as run:
+            model = run.model(nn.Linear(3, 1))
+            model.weight.register_hook(lambda gradient: events.append("gradient"))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.train(run.loader(torch.ones(16, 3), global_batch=8, micro_batch=2)):
+                run.step(model(batch).mean(), count=run.rank + 1)
+    finally:
+        Group.begin_sum = begin
+    return events
+
+
+def test_counts_are_added_up_while_the_backward_pass_runs():
+    of_step = ["gradient", "the sum of counts", "gradient", "its end"]
+    ((one, other),) = on_world(2, [(when_counts_are_added_up,)])
+    assert one == other == of_step * 2
+
+
+def test_a_count_on_the_device_is_asked_for_before_the_backward_pass():
+    asked, divided = [], []
+
+    def read_later(values):
+        asked.append(values)
+        return Arrived([5.0])
+
+    class Counting(SingleProcess):
+        def normalize_by_count(self, target, samples, counted):
+            divided.append((samples, counted))
+
+    group = SimpleNamespace(size=1, device=DEVICE)
+    losses = StepLosses(group, Counting(group, lambda *_: range(1), exact=True), None, None, None, read_later)
+    target = ParameterSet((), everything=True)
+    losses.has_counts[target] = True
+    with Costs() as costs:
+        for _ in range(2):
+            losses.add_count(target, torch.ones((), dtype=torch.int64, device=DEVICE))
+        losses.begin_total(target)
+        assert len(asked) == 1
+    losses.divide_by_counts(target, 8)
+    assert (costs.waits, divided) == (0, [(8, 1)])
 
 
 def launches_of_step(hidden, micro_batches, strategy, ranks=1):

@@ -1,19 +1,22 @@
 """Ranks that have come to hold different values are found: the first tensor is named, with its rank and the step."""
 
 import copy
+import math
 import random
+import struct
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from torch import nn
 
+from device_costs import DEVICE, Costs
 from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
 from lockstep.collectives import TensorShard
 from lockstep.errors import MismatchError
-from lockstep.run import Run
+from lockstep.run import Run, divergence
 from lockstep.run.divergence import checksum, tensors_in, weighed
 from waiting import wait_until
 from worlds import on_world
@@ -30,7 +33,7 @@ def bytes_of(tensor):
 
 
 #: What a CPU computes, and what a GPU does; both hold the law.
-SUMS = {"crc": checksum, "weighed": lambda tensor: weighed(bytes_of(tensor.detach()))}
+SUMS = {"crc": checksum, "weighed": lambda tensor: weighed([bytes_of(tensor.detach())])[0]}
 
 DTYPES = [
     torch.float32,
@@ -108,6 +111,46 @@ def test_signs_that_have_changed_places_change_the_checksum(kind, places):
         sums.add(int(SUMS[kind](ones)))
         ones[place] = 1
     assert len(sums) == 2
+
+
+@pytest.mark.parametrize(("row", "at_once"), [(8, 24), (64, 128), (divergence._ROW, divergence._AT_ONCE)])
+@settings(max_examples=30)
+@given(several=st.lists(tensors(), min_size=1, max_size=5))
+def test_a_checksum_does_not_depend_on_what_is_computed_beside_it(row, at_once, several):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(divergence, "_ROW", row)
+        patched.setattr(divergence, "_AT_ONCE", at_once)
+        alone = [int(SUMS["weighed"](tensor)) for tensor in several]
+        assert weighed([bytes_of(tensor) for tensor in several]).tolist() == alone
+        for tensor in several:
+            words = bytes_of(tensor).tolist()
+            assert int(SUMS["weighed"](tensor)) == by_hand(words, row)
+
+
+def by_hand(data, row):
+    """The sum over words, each times the weights of its place in its row and of the row."""
+    data = data + [0x95] * (-len(data) % 4)
+    words = list(struct.unpack(f"<{len(data) // 4}i", bytes(data)))
+    words += [0x5BD1E995] * (-len(words) % row if words else row)
+    weights = divergence._weights(torch.device("cpu"), 1 << 13).tolist()
+    total = sum(word * weights[place % row] * weights[place // row] for place, word in enumerate(words))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def test_checksums_of_many_tensors_take_launches_by_lists_of_them():
+    row, at_once = divergence._ROW, divergence._AT_ONCE
+    for most in (row, 9 * at_once):  # makes the weights
+        weighed([torch.empty(4 * most, dtype=torch.uint8, device=DEVICE)])
+    for many in (1, 40, 200):
+        with Costs() as costs:
+            weighed([torch.empty(4 * row - 4, dtype=torch.uint8, device=DEVICE) for _ in range(many)])
+        # Rows, with their padding; their sums; weights of rows; ends; and what is between two ends.
+        lists = math.ceil(2 * many / 128) + 2 * math.ceil(many / 128)
+        assert costs.launches <= lists + 2 + 6
+        assert costs.waits == 0
+    with Costs() as costs:
+        weighed([torch.empty(4 * 9 * at_once, dtype=torch.uint8, device=DEVICE)])
+    assert costs.launches <= 9 * 2 + 4
 
 
 def test_lengths_and_lazy_views_count():

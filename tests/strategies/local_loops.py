@@ -14,6 +14,7 @@ from lockstep.strategies import (
     ParameterSet,
     StrategyContext,
     before_optimizer_step,
+    begin_count,
     begin_micro_batch,
     load_strategy_state,
     open_strategy,
@@ -89,10 +90,12 @@ class Loop:
             inputs, outputs = batch(self.done, position.index)
             loss = F.mse_loss(self.model(inputs), outputs)
             items = SAMPLES if counts is None else counts[position.index]
+            own = None if counts is None or not position.last else sum(counts[m] for m in run)
+            total = None if own is None else begin_count(strategy, own)
             strategy.backward(loss, torch.tensor(items / position.step_samples), self.target, position)
             if position.last:
-                if counts is not None:
-                    strategy.normalize_by_count(self.target, position.step_samples, sum(counts[m] for m in run))
+                if total is not None:
+                    strategy.normalize_by_count(self.target, position.step_samples, total())
                 self.norms.append(float(strategy.state_layout.norm(self.target.parameters)))
                 before_optimizer_step(strategy, self.target)
                 self.optimizer.step()

@@ -1,6 +1,7 @@
 """Stages on ranks of their own; tests/strategies/test_laws.py has what holds for every strategy."""
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -8,17 +9,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_partition import Residual
 from torch import fx, nn
+from torch.distributed import HashStore
 from torch.nn import functional as F
 
+from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
-from lockstep.collectives import open_all_reduce, single_rank_group
+from lockstep.collectives import Connections, Group, open_all_reduce, open_group, single_rank_group
 from lockstep.errors import SettingError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.strategies import LossCall
+from lockstep.strategies import LossCall, StrategyContext
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.pipelined.division import neighbours
+from lockstep.strategies.pipelined.pipeline import Pipeline
 from lockstep.strategies.pipelined.pipeline_options import Options
+from lockstep.strategies.pipelined.random_states import RandomStates
 from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
@@ -29,6 +34,7 @@ from lockstep.strategies.pipelined.stage import (
 )
 from lockstep.strategies.random_state import random_state
 from lockstep.testing import run_each, run_ranks, state_hash
+from lockstep.world import World
 from worlds import on_world
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -84,14 +90,13 @@ def test_neighbouring_stages_are_put_together_evenly(given, wanted):
 # ---- a stage ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_only_passes_through_gathers_no_hooks():
-    """Torch receives into the same tensor in each step; hooks would stay on it, with numbers of other steps."""
+def middle_stage(device, states, *, draws_random):
+    """The second of three stages, on ``device``, its layer, and a micro-batch that it computes."""
     graph = fx.Graph()
     inputs, passing = graph.placeholder("inputs"), graph.placeholder("passing")
     graph.output((graph.call_module("0", (inputs,)), passing))
-    layer = nn.Sequential(nn.Linear(3, 3))
+    layer = nn.Sequential(nn.Linear(3, 3)).to(device)
     module = fx.GraphModule(layer, graph)
-    cpu = torch.device("cpu")
     buffers = Buffers(open_all_reduce(single_rank_group(), BatchPlan(1, 1, 1).run), single_rank_group().check_equal)
     stage = Stage(
         1,
@@ -99,23 +104,94 @@ def test_what_only_passes_through_gathers_no_hooks():
         StageModules(module, module, takes_inputs=True),
         lambda: True,
         buffers,
+        states,
         list(layer.parameters()),
-        AutocastContext(cpu, cpu, None),
+        AutocastContext(device, device, None),
         exact=True,
     )
-    task = LossCall(layer, F.mse_loss, (torch.ones(2, 3),), (), lambda loss: loss)
-    received = torch.zeros(2, 3, requires_grad=True)
+    task = LossCall(layer, F.mse_loss, (torch.ones(2, 3, device=device),), (), lambda loss: loss)
     like = ((2, 3), torch.float32, True)
-    micro = StageMicroBatch(task, None, MicroBatchPosition(0, 1, last=True), random_state(cpu))
+    micro = StageMicroBatch(task, None, MicroBatchPosition(0, 1, last=True), random_state(device))
     stage.begin_step([micro], [])
-    before, behind = (StageInterface(specs, draws_random=False) for specs in ((like,), (like, like)))
-    stage.set_schedule_run([micro], (before, behind))
+    stage.set_schedule_run([micro], tuple(StageInterface(specs, draws_random) for specs in ((like,), (like, like))))
+    return stage, layer
+
+
+def test_what_only_passes_through_gathers_no_hooks():
+    """Torch receives into the same tensor in each step; hooks would stay on it, with numbers of other steps."""
+    stage, layer = middle_stage(torch.device("cpu"), None, draws_random=False)
+    received = torch.zeros(2, 3, requires_grad=True)
     made, passed = stage(received, index=torch.tensor(0))
     assert not received._backward_hooks
     (made.sum() + passed.sum()).backward()
     assert torch.equal(received.grad, torch.ones(2, 3))
     (sums,) = stage.sums.finish(1)
     assert [s.shape for s in sums] == [p.shape for p in layer.parameters()]
+
+
+class Carried:
+    """States of random generators that come from the stage before and go to the next."""
+
+    def __init__(self, state):
+        self.state, self.sent = state, []
+
+    def receive(self, stage, micro_batch, like):
+        assert (stage, micro_batch, like.shape) == (1, 0, self.state.shape)
+        return self.state
+
+    def send(self, stage, micro_batch, state):
+        self.sent.append((stage, micro_batch, state.device.type))
+
+
+def test_a_stage_that_draws_random_numbers_does_not_wait_for_the_device():
+    states = Carried(random_state(DEVICE))
+    stage, _ = middle_stage(DEVICE, states, draws_random=True)
+    with Costs() as costs:
+        sent = stage(torch.zeros(2, 3, device=DEVICE, requires_grad=True), index=torch.tensor(0))
+    assert len(sent) == 2
+    assert states.sent == [(1, 0, "cpu")]
+    assert costs.waited == ["_local_scalar_dense"], "but for the index, which is on the CPU"
+
+
+def states_that_arrive(rank_of):
+    """What each stage but the first has received for two micro-batches, received in another order than sent."""
+    group = open_group(World.from_env(os.environ), torch.device("cpu"), 60)
+    states, found = RandomStates(group, rank_of), {}
+    own = [stage for stage, rank in enumerate(rank_of) if rank == group.rank]
+    like = torch.zeros(9, dtype=torch.uint8)
+    for stage in own:
+        for micro_batch in range(2):
+            if stage + 1 < len(rank_of):
+                states.send(stage, micro_batch, like + 10 * stage + micro_batch)
+    for stage in reversed(own):
+        for micro_batch in (1, 0):
+            if stage:
+                found[stage, micro_batch] = states.receive(stage, micro_batch, like).tolist()
+    states.finish()
+    group.close()
+    return found
+
+
+@pytest.mark.parametrize("rank_of", [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
+def test_each_stage_gets_the_random_state_of_its_micro_batch(rank_of):
+    found = {place: state for each in run_ranks(states_that_arrive, 2, rank_of) for place, state in each.items()}
+    stages = range(1, len(rank_of))
+    assert found == {(stage, m): [10 * (stage - 1) + m] * 9 for stage in stages for m in range(2)}
+
+
+@pytest.mark.parametrize(("over_cpu", "backends"), [(True, ["gloo"]), (False, ["nccl", "nccl"])])
+def test_what_stages_send_over_nccl_has_connections_of_its_own(over_cpu, backends):
+    """The world's group over NCCL would send and receive in one order."""
+    asked = []
+
+    class Asked(Connections):
+        def take(self, members, backend, timeout_s):
+            asked.append(backend)
+
+    world = World(0, 2, 0, 2, 0, 1, port=1)
+    group = Group(world, DEVICE, HashStore(), None, 1, nodes=(0, 0), over_cpu=over_cpu, connections=Asked())
+    Pipeline(StrategyContext(group, lambda *_: range(2)), Options(), 2)
+    assert sorted(asked) == sorted([*backends, "gloo"])  # the last one for what is no tensor
 
 
 # ---- on ranks --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
 
 #: The name of these threads in the system.
 _NAME = "pt_gloo_runloop"
@@ -25,9 +26,16 @@ _NAME = "pt_gloo_runloop"
 _PATIENCE_S = 2.0
 
 
-def destroy_process_groups() -> None:
-    """Destroy all process groups of torch, and wait until gloo's threads rest; for 2 s at most, mostly 11 ms."""
-    dist.destroy_process_group()
+def destroy_process_groups(*, abort: bool = False) -> None:
+    """Destroy all process groups of torch, and wait until gloo's threads rest; for 2 s at most, mostly 11 ms.
+
+    With ``abort``, what is under way over NCCL is broken off. Else it is waited for, up to the timeout of collectives,
+    where another rank does not take part in it any more.
+    """
+    if abort:
+        _abort_process_group()
+    else:
+        dist.destroy_process_group()
     end_s = time.monotonic() + _PATIENCE_S
     before = None
     while (now := _activity()) and (now != before or not all(map(_rests, now.values()))):

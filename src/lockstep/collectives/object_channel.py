@@ -29,7 +29,7 @@ class ObjectChannel:
         self._rank: Final = group.rank
         self._device: Final = group.device
         self._transport_device: Final = torch.device("cpu") if group.over_cpu else group.device  # whose memory is sent
-        self._tensor_group: Final = group.new_process_group()
+        self._tensor_group: Final = group.new_process_group(backend=group.backend)
         self._header_group: Final = group.new_process_group(backend="gloo")
 
     def send(self, value: object, to: int) -> None:

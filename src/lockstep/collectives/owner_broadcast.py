@@ -57,7 +57,8 @@ class BroadcastFromOwner(OwnerBroadcast):
         self._rank: Final = group.rank
         self._device: Final = torch.device("cpu") if group.over_cpu else group.device
         # Over gloo, what is sent to a rank waits behind what the rank itself sends in the same process group.
-        self._process_groups: Final = [group.new_process_group() for _ in range(2 if group.over_cpu else 1)]
+        several = range(2 if group.over_cpu else 1)
+        self._process_groups: Final = [group.new_process_group(backend=group.backend) for _ in several]
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
         """Broadcast batch by batch. Collective."""

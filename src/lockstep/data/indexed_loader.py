@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from collections import UserDict
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -112,7 +110,6 @@ class TensorSource(BatchSource):
         self._marks = DatasetMarks(dataset)
         self._columns = columns
         self._sampler = sampler
-        self._pin = pin_memory
 
         def take(indices: list[int]) -> Data:
             return self._columns.take(self._columns.arranged(torch.tensor(indices)))
@@ -132,14 +129,13 @@ class TensorSource(BatchSource):
     @override
     def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
         self._columns = columns = self._columns_now()
-        order, pin = self._sampler.order, self._pin
+        order = self._sampler.order
         indices = order.indices(selected.epoch)
         # One that is stored at once; of one that is computed each part.
         rows = columns.arranged(indices) if isinstance(indices, Tensor | range) else None
         for position in selected.positions():
             part = order.rows(selected.steps, position)
-            data = columns.take(columns.arranged(indices[part]) if rows is None else rows[part])
-            yield MicroBatch(position, pinned(data) if pin else data)
+            yield MicroBatch(position, columns.take(columns.arranged(indices[part]) if rows is None else rows[part]))
 
     @override
     def look(self, indices: list[int]) -> int:
@@ -179,7 +175,6 @@ class SampleSource(BatchSource):
         self._sampler = sampler
         self._samples = samples = SeededDataset(dataset)
         self._collate = collate_fn or default_collate
-        self._pin = pin_memory
         self._reads_here = not workers.count
 
         def loader(selected: Sampler[Picks], *, persistent: bool, begins_late: bool) -> TorchLoader:
@@ -208,8 +203,7 @@ class SampleSource(BatchSource):
             # What `DataLoader` does around each micro-batch costs more than reading it.
             samples, collate = self._samples, self._collate
             for position, picks in self._sampler.picks_of(selected):
-                data = collate(samples.__getitems__(picks))
-                yield MicroBatch(position, pinned(data) if self._pin else data)
+                yield MicroBatch(position, collate(samples.__getitems__(picks)))
             return
         self._sampler.selected = selected
         for position, data in zip(selected.positions(), self._from_processes(), strict=True):
@@ -238,18 +232,3 @@ class SampleSource(BatchSource):
     def close(self) -> None:
         end_passes(self._own_loader)
         end_passes(self.data_loader)
-
-
-def pinned(data: Data) -> Data:
-    """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
-    if isinstance(data, Tensor):
-        return data if data.is_cuda else data.pin_memory()
-    if isinstance(data, dict):
-        return {name: pinned(part) for name, part in data.items()}
-    if isinstance(data, UserDict):  # such as a tokenizer's
-        held = copy.copy(data)
-        held.data = {name: pinned(part) for name, part in data.items()}
-        return held
-    if isinstance(data, list | tuple):
-        return getattr(type(data), "_make", type(data))([pinned(part) for part in data])
-    return data.pin_memory() if callable(getattr(data, "pin_memory", None)) else data

@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.run.metrics import MetricMeans
 from lockstep.run.setup import RunContext
 from lockstep.run.state import State
-from lockstep.strategies import LossCall, ParameterSet, begin_micro_batch, can_repeat_step
+from lockstep.strategies import LossCall, ParameterSet, begin_count, begin_micro_batch, can_repeat_step
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -123,6 +123,8 @@ class ClosureSteps:
         precision.forget_casts()
         for parameter in target.parameters:
             parameter.grad = None
+        own = sum(int(one.items) for one in held if counted and not one.position.is_padding)
+        total = begin_count(strategy, own) if counted else None
         losses = []
         for one in held:
             begin_micro_batch(strategy, one.position)
@@ -134,9 +136,8 @@ class ClosureSteps:
             losses.append((loss.detach(), one))
             if not one.position.last:
                 strategy.end_micro_batch(one.position)
-        if counted:
-            total = sum(int(one.items) for one in held if not one.position.is_padding)
-            strategy.normalize_by_count(target, held[-1].position.step_samples, total)
+        if total is not None:
+            strategy.normalize_by_count(target, held[-1].position.step_samples, total())
         clip_norm = self._context.settings.clip_norm
         if clip_norm is not None:
             norm = strategy.state_layout.norm(target.parameters)

@@ -10,10 +10,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import nn
 
 from lockstep.checkpoint import SavedTree
 from lockstep.collectives import Group
@@ -22,8 +24,11 @@ from lockstep.formatting import format_ranks
 
 _KEEP_WHOLE: Final = "Keep what is whole on each rank: an average of the weights needs ddp or zero"
 _NOTHING: Final[Mapping[str, object]] = {}
-_PIECE: Final = 1 << 20  # words of a GPU's tensor that are weighed at once
+# Of words of a GPU's tensors: so many are added up as one row, and weighed at once.
+_ROW: Final = 1 << 12
+_AT_ONCE: Final = 1 << 22
 _ODD: Final = -7046029254386353131  # any odd number without a pattern would do
+_PAD: Final = 0x5BD1E995  # any number that is rare
 
 
 class DivergenceCheck:
@@ -95,9 +100,34 @@ class DivergenceCheck:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it.
+    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it, and no wait.
 
     Another one where one bit differs, or where two places are exchanged.
+
+    Raises:
+        UsageError: for a tensor of which this rank holds a part.
+    """
+    flat = _bytes_of(tensor)
+    return torch.tensor(_of_cpu(flat), device="cpu") if flat.is_cpu else weighed([flat])[0]
+
+
+def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The `checksum` of each; waits once for each device, for which all are computed together."""
+    flats = [_bytes_of(tensor) for tensor in tensors]
+    found = [_of_cpu(flat) if flat.is_cpu else 0 for flat in flats]
+    for device in {flat.device for flat in flats if not flat.is_cpu}:
+        places = [place for place, flat in enumerate(flats) if flat.device == device]
+        for place, number in zip(places, weighed([flats[place] for place in places]).tolist(), strict=True):
+            found[place] = number
+    return found
+
+
+def _of_cpu(flat: torch.Tensor) -> int:
+    return zlib.crc32(flat.numpy().data)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor``, one after another.
 
     Raises:
         UsageError: for a tensor of which this rank holds a part.
@@ -107,13 +137,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
             f"run.keep(...) of a tensor of shape {tuple(tensor.shape)} of which this rank holds a part, as of the "
             f"parameter that it was made from. {_KEEP_WHOLE}"
         )
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    return torch.tensor(zlib.crc32(flat.numpy().data), device="cpu") if flat.device.type == "cpu" else weighed(flat)
-
-
-def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The `checksum` of each; waits once for each device."""
-    return [int(number) for number in numbers([checksum(tensor) for tensor in tensors])]
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
@@ -125,17 +149,53 @@ def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
     return list(found.values())
 
 
-def weighed(flat: torch.Tensor) -> torch.Tensor:
-    """The checksum of bytes where a CPU does not compute it."""
-    if flat.storage_offset() % 4:
-        flat = flat.clone()
-    # Words of 32 bits in sums of 64: a word's highest bit must count however even the difference of two weights is.
-    words = flat[: flat.numel() // 4 * 4].view(torch.int32)
-    weights = _weights(flat.device)
-    total = torch.full((), flat.numel(), device=flat.device)
-    for piece in (*words.split(_PIECE), flat[words.numel() * 4 :]):
-        total = total * _ODD + (piece.long() * weights[: piece.numel()]).sum()
-    return total
+def weighed(flats: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The checksums of bytes of one device where a CPU does not compute them.
+
+    Of all together, in few launches::
+
+        words of a tensor, in rows, padded       each times the weight of its place in the row, added up by rows,
+        a b c d                                  each sum times the weight of its row, added up by tensors
+        e f . .
+    """
+    device = flats[0].device
+    words = [_words_of(flat) for flat in flats]
+    rows = [max(1, -(-len(each) // _ROW)) for each in words]
+    weights, padding = _weights(device, 1 << (max(_ROW, *rows) - 1).bit_length()), _padding(device, _ROW)
+    # In sums of 64 bits: a word's highest bit must count however even the difference of two weights is.
+    sums = torch.cat([(table * weights[:_ROW]).sum(1) for table in _tables(words, rows, padding)])
+    sums = sums * (weights[: rows[0]] if len(rows) == 1 else torch.cat([weights[:number] for number in rows]))
+    if len(rows) == 1:
+        return sums.sum(0, keepdim=True)
+    so_far = sums.cumsum(0)
+    ends = torch.stack([so_far[end - 1] for end in accumulate(rows)])
+    return torch.cat([ends[:1], ends[1:] - ends[:-1]])
+
+
+def _words_of(flat: torch.Tensor) -> torch.Tensor:
+    """Bytes as numbers of 32 bits."""
+    if len(flat) % 4:
+        flat = nn.functional.pad(flat, (0, -len(flat) % 4), value=_PAD & 0xFF)
+    return (flat.clone() if flat.storage_offset() % 4 else flat).view(torch.int32)
+
+
+def _tables(words: Sequence[torch.Tensor], rows: Sequence[int], padding: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The rows of all ``words``, so many of them, in tables of up to `_AT_ONCE`; the last ones of each are padded."""
+    parts: list[torch.Tensor] = []
+    room = _AT_ONCE
+    for each, number in zip(words, rows, strict=True):
+        whole = len(each) // _AT_ONCE * _AT_ONCE
+        rest = number * _ROW - whole
+        if parts and (whole or rest > room):
+            yield torch.cat(parts).view(-1, _ROW)
+            parts, room = [], _AT_ONCE
+        for part in each[:whole].split(_AT_ONCE) if whole else ():
+            yield part.view(-1, _ROW)
+        if rest:
+            parts += [each[whole:], padding[: number * _ROW - len(each)]]
+            room -= rest
+    if parts:
+        yield torch.cat(parts).view(-1, _ROW)
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,9 +229,15 @@ def plain_in(value: Any, path: str = "run.kept") -> Iterator[tuple[str, object]]
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """Odd numbers without a pattern, else blocks that have changed places would cancel out."""
-    numbers = torch.arange(1, _PIECE + 1, device=device) * _ODD
+def _weights(device: torch.device, length: int) -> torch.Tensor:
+    """Odd numbers without a pattern, else blocks that have changed places would cancel out; each by its place alone."""
+    numbers = torch.arange(1, length + 1, device=device) * _ODD
     for _ in range(2):
         numbers = (numbers ^ (numbers >> 32)) * _ODD
     return numbers | 1
+
+
+@cache
+def _padding(device: torch.device, length: int) -> torch.Tensor:
+    """No zeros, so that lengths count."""
+    return torch.full((length,), _PAD, dtype=torch.int32, device=device)

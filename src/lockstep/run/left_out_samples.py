@@ -6,7 +6,8 @@ all micro-batches make rows of samples alike, such as pairs; not where some have
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ import torch
 from lockstep.batch import MicroBatchPosition
 from lockstep.data import Data
 from lockstep.errors import UsageError
+
+_ARRAYS: Final = (torch.Tensor, np.ndarray)
+_PLAIN: Final = (str, bytes, int, float, np.generic)
 
 
 class LeftOutSamples:
@@ -62,21 +66,24 @@ class LeftOutSamples:
 
 def _rows(data: Data, samples: int) -> int | None:
     """The first dimension of all tensors in ``data``; None where they differ, or the first one is no sample's."""
-    shapes = list(_shapes(data))
-    if not shapes or any(not shape or shape[0] != shapes[0][0] for shape in shapes):
-        return None
-    time_first = any(len(shape) > 1 and shape[1] == samples and shape[0] != samples for shape in shapes)
-    return None if time_first else shapes[0][0]
+    shapes: list[tuple[int, ...]] = []
+    _add_shapes(data, shapes)
+    for shape in shapes:  # without generators, which cost a microsecond each in every micro-batch
+        if not shape or shape[0] != shapes[0][0]:
+            return None
+        if len(shape) > 1 and shape[1] == samples != shape[0]:
+            return None
+    return shapes[0][0] if shapes else None
 
 
-def _shapes(value: object) -> Iterator[tuple[int, ...]]:
-    if isinstance(value, torch.Tensor | np.ndarray):
-        yield tuple(value.shape)
+def _add_shapes(value: object, shapes: list[tuple[int, ...]]) -> None:
+    if isinstance(value, _ARRAYS):
+        shapes.append(value.shape)
     elif isinstance(value, Mapping):
         for inner in value.values():
-            yield from _shapes(inner)
-    elif isinstance(value, list | tuple):
+            _add_shapes(inner, shapes)
+    elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _shapes(inner)
-    elif value is not None and not isinstance(value, str | bytes | int | float | np.generic):
-        yield ()  # such as a graph: nobody knows what its rows are
+            _add_shapes(inner, shapes)
+    elif value is not None and not isinstance(value, _PLAIN):
+        shapes.append(())  # such as a graph: nobody knows what its rows are

@@ -256,7 +256,8 @@ class Loaders:
 
     def _on_device(self, loader: MicroBatchLoader, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         # Ranks that read a stream agree while they read it: all at the same place in the loop.
-        return on_device(batches, self._context.device, ahead=loader.length is not None)
+        ahead, pin = loader.length is not None, loader.data_loader.pin_memory
+        return on_device(batches, self._context.device, ahead=ahead, pin=pin)
 
     def _compare_order(self, loader: MicroBatchLoader, epoch: int) -> None:
         digest, name = self._draw(loader, epoch), self.name(loader)

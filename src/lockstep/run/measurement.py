@@ -212,7 +212,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 def _backend(context: RunContext) -> str:
     if context.group.size == 1:
         return "none"
-    return "gloo" if context.group.over_cpu else "nccl"
+    return context.group.backend
 
 
 def _device_name(device: torch.device) -> str:

@@ -247,11 +247,12 @@ class Replays:
 
     @contextlib.contextmanager
     def watching(self, loss: torch.Tensor) -> Iterator[None]:
-        """A context for the backward pass of ``loss``, which is remembered with the gradients that it computes."""
+        """A context for the backward pass of ``loss``, which is remembered with the gradients that it computes.
+
+        Only while there is a `play`.
+        """
         play = self.play
-        if play is None:
-            yield
-            return
+        assert play is not None
         play.note(f"the loss{play.which}", loss)
         names = {id(p): name for model in self._state.models for name, p in model.named_parameters()}
         handles = []

@@ -9,6 +9,7 @@ number of ranks happens to decide. Within a rank that is counted, and between ra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NoReturn
 
 import torch
@@ -19,8 +20,9 @@ from lockstep.errors import PeerLost, UsageError
 from lockstep.formatting import plural
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.parameter_sets import ParameterSets
+from lockstep.run.pinned_copy import PinnedCopy
 from lockstep.run.state import State
-from lockstep.strategies import HasServerRanks, ParameterSet, Strategy
+from lockstep.strategies import HasServerRanks, ParameterSet, Strategy, begin_count
 
 _ALL_OR_NONE: Final = (
     "An optimizer has a loss in all micro-batches of a step, on all ranks, or in none, as ranks have different numbers "
@@ -38,19 +40,31 @@ class StepLosses:
         state: what the run holds.
         sets: the parameters of each set of optimizers.
         checks: of what the loop's body must not do.
+        read_later: gives what reads the values of a GPU later.
     """
 
-    def __init__(self, group: Group, strategy: Strategy, state: State, sets: ParameterSets, checks: LoopChecks) -> None:
+    def __init__(
+        self,
+        group: Group,
+        strategy: Strategy,
+        state: State,
+        sets: ParameterSets,
+        checks: LoopChecks,
+        read_later: Callable[[torch.Tensor], PinnedCopy] = PinnedCopy,
+    ) -> None:
         self._group: Final = group
         self._strategy: Final = strategy
         self._state: Final = state
         self._sets: Final = sets
         self._checks: Final = checks
+        self._read_later: Final = read_later
         #: For each set of parameters that had a loss: whether the loss came with a count.
         self.has_counts: Final[dict[ParameterSet, bool]] = {}
         #: For each micro-batch whose loss a pipeline has not computed yet: its number of items.
         self.items: Final[dict[int, int | torch.Tensor]] = {}
-        self._counts: Final[dict[ParameterSet, int | torch.Tensor]] = {}  # the sums of the counts
+        self._counts: Final[dict[ParameterSet, int | torch.Tensor]] = {}  # the sums of this rank's counts
+        #: What gives the sum of all ranks' counts, where its last backward pass has begun.
+        self._totals: Final[dict[ParameterSet, Callable[[], int]]] = {}
         self._has_options = False  # whether options of optimizers were noted in this step
         self._given: frozenset[ParameterSet] | None = None  # what the step's first micro-batch had losses for
 
@@ -59,6 +73,7 @@ class StepLosses:
         self.has_counts.clear()
         self.items.clear()
         self._counts.clear()
+        self._totals.clear()
         self._given = None
         self._has_options = False
 
@@ -117,24 +132,40 @@ class StepLosses:
         if position.last:
             self._agree(None, step)
 
-    def divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
-        """From the sum over the items per sample to the mean over all items of the step, if they were counted.
+    def begin_total(self, target: ParameterSet) -> None:
+        """The last loss of this rank has come: begin to add up the counts of all ranks, if there are any.
 
-        Collective then.
+        Collective then. Called before the backward pass, which hides the time that this takes.
 
         Raises:
             UsageError: for counts that are no whole numbers.
         """
         if not self.has_counts[target]:
             return
-        counted = float(self._counts.pop(target, 0))
-        if not counted.is_integer():
-            raise UsageError(
-                f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
-                "(weights that are fractions: scaled up and rounded)"
-            )
+        own = self._counts.pop(target, 0)
+        # What lies on a GPU comes while the backward pass is queued, and is added up while that is computed.
+        if isinstance(own, torch.Tensor) and not own.is_cpu:
+            arriving = self._read_later(own.detach().view(1))
+
+            def total() -> int:
+                return begin_count(self._strategy, _whole(float(arriving.read()[0])))()
+
+            self._totals[target] = total
+        else:
+            self._totals[target] = begin_count(self._strategy, _whole(float(own)))
+
+    def divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
+        """From the sum over the items per sample to the mean over all items of the step, if they were counted.
+
+        Collective then.
+
+        Raises:
+            UsageError: for counts that are no whole numbers, or of nothing.
+        """
+        if not self.has_counts[target]:
+            return
         try:
-            self._strategy.normalize_by_count(target, step_samples, int(counted))
+            self._strategy.normalize_by_count(target, step_samples, self._totals.pop(target)())
         except PeerLost as error:
             # A rank without counts does not take part in their sum: what was to be a mean would be a mixture there.
             error.add_note(
@@ -164,3 +195,17 @@ class StepLosses:
         if len(set(by_rank)) > 1:
             said = ", ".join(f"rank {rank} has {what}" for rank, what in enumerate(by_rank))
             raise UsageError(f"in step {step + 1} {said}. {_ALL_OR_NONE}")
+
+
+def _whole(counted: float) -> int:
+    """``counted`` items of one rank.
+
+    Raises:
+        UsageError: if that is no whole number.
+    """
+    if not counted.is_integer():
+        raise UsageError(
+            f"step(count=...): the counts of this rank's micro-batches add up to {counted:g}; give whole numbers "
+            "(weights that are fractions: scaled up and rounded)"
+        )
+    return int(counted)

@@ -157,17 +157,20 @@ class TrainStep:
                 "F.cross_entropy(model(images), labels), in place of its value"
             )
         random_state = self._closures.random_state() if self._state.with_closure else []
-        counts = not position.is_padding and not position.is_replay
+        replayed = position.is_replay
+        counts = not position.is_padding and not replayed
         if self.replays.play is not None:
             self.replays.play.note_loss(count)
         value = None if pipeline is not None else self._value_of(loss, task, position, items)
         current.reached.add(target)
         current.with_loss.update(optimizers)
-        if position.last and not position.is_replay:
+        if position.last and not replayed:
             self._leaves.enter(self._step + 1)
         self._marker.set_phase("reduction" if position.last and self._group.size > 1 else "backward")
         if count is not None and counts:
             self._losses.add_count(target, count)
+        if position.last:
+            self._losses.begin_total(target)
         # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
@@ -179,14 +182,14 @@ class TrainStep:
             with self._precision.backward(), self._kernels.backward():
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
-                compute = self._strategy.replay if position.is_replay else self._strategy.backward
-                with self.replays.watching(scaled):
+                compute = self._strategy.replay if replayed else self._strategy.backward
+                with _AS_USUAL if self.replays.play is None else self.replays.watching(scaled):
                     compute(scaled, weight, target, position)
-            if task is not None and self._state.with_closure and not position.is_replay:
+            if task is not None and self._state.with_closure and not replayed:
                 self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, value.detach()))
         elif pipeline is not None and task is not None:
             self.replays.note_given((task.inputs, task.targets))
-            if not position.is_replay:
+            if not replayed:
                 self._losses.items[position.index] = items
                 weight = self._weight(share, self._widest) if weighs else None
                 with self._kernels.backward():

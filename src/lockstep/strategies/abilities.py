@@ -86,6 +86,28 @@ def begin_micro_batch(strategy: Strategy, position: MicroBatchPosition) -> None:
 
 
 @runtime_checkable
+class SumsCounts(Protocol):
+    """A strategy under which a step's loss is a mean over the items of several ranks."""
+
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """See the function of this name. Collective."""
+        ...
+
+
+def begin_count(strategy: Strategy, counted: int) -> Callable[[], int]:
+    """Begin to add up the items of all ranks over which a step's loss is a mean; what it returns waits for the sum.
+
+    Collective where that is more than this rank. Between the two the last backward pass hides the time it takes.
+
+    Args:
+        strategy: knows which ranks these are.
+        counted: items of this rank's micro-batches.
+    """
+    sums: SumsCounts | None = first_with(SumsCounts, strategy)
+    return (lambda: counted) if sums is None else sums.begin_count(counted)
+
+
+@runtime_checkable
 class PreparesOptimizerStep(Protocol):
     """A strategy under which not every rank makes every optimizer step."""
 

@@ -177,7 +177,7 @@ class Auto(Strategy, Delegates):
         self._known().backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Let the chosen strategy divide by the number of items. Collective."""
+        """Let the chosen strategy divide by the number of items."""
         self._known().normalize_by_count(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:

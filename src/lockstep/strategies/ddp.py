@@ -34,6 +34,7 @@ from lockstep.strategies.abilities import (
     PreparesUpdate,
     RepeatsStep,
     StatePart,
+    SumsCounts,
     UpdatesTrainable,
 )
 from lockstep.strategies.buffers import Buffers
@@ -43,9 +44,9 @@ from lockstep.strategies.ddp_reducer import DdpReducer
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
+    begin_total,
     divide_by_counts,
     rows_of,
-    total_count,
     views_of,
 )
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
@@ -108,7 +109,9 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     )
 
 
-class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, KnowsStatePart):
+class Ddp(
+    Strategy, PreparesForward, SumsCounts, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, KnowsStatePart
+):
     """The strategy ``ddp``.
 
     Args:
@@ -258,9 +261,13 @@ class Ddp(Strategy, PreparesForward, PreparesUpdate, UpdatesTrainable, RepeatsSt
         del self._accumulators[target]
         self._reduction = None
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all ranks. Collective."""
+        return begin_total(self._group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step. Collective."""
-        divide_by_counts(target, samples, total_count(self._group, counted))
+        """Divide by the number of items of the step."""
+        divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""

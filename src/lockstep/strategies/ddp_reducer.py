@@ -80,7 +80,7 @@ class DdpReducer:
         self._process_group: Final = (
             group.new_process_group(backend="gloo")
             if spans_gpus
-            else group.new_process_group()
+            else group.new_process_group(backend=group.backend)
             if self.find_unused_parameters
             else group.process_group
         )

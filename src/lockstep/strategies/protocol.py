@@ -2,7 +2,7 @@
 
 A step, in the order of the calls; what is in brackets is optional::
 
-    each micro-batch       [begin_micro_batch]  the user's forward pass  backward
+    each micro-batch       [begin_micro_batch]  the user's forward pass  [begin_count, of the last one]  backward
     the last one           ... ``.grad`` is complete: normalize_by_count (if items are counted),
                            [before_optimizer_step], the optimizers' steps
     each micro-batch       end_micro_batch
@@ -130,12 +130,13 @@ class Strategy(Protocol):
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """After the last `backward`: turn a sum of items per sample into the mean over all items of the step.
 
-        Collective.
-
         Args:
             target: whose gradient it is.
             samples: of the step, over all ranks.
-            counted: items of this rank's micro-batches.
+            counted: items of the step, as `abilities.begin_count` gives them.
+
+        Raises:
+            UsageError: if there are none.
         """
         ...
 

@@ -12,8 +12,7 @@ def random_state(device: torch.device) -> torch.Tensor:
 
 
 def set_random_state(state: torch.Tensor, device: torch.device) -> None:
-    """Set the generators to ``state``, of `random_state`, which may be on any device."""
-    state = state.cpu()
+    """Set the generators to ``state``, of `random_state`."""
     length = len(torch.get_rng_state())
     torch.set_rng_state(state[:length])
     if device.type == "cuda":

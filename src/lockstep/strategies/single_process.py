@@ -18,7 +18,6 @@ from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
     divide_by_counts,
-    total_count,
 )
 from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.state_layout import ReplicatedLayout
@@ -106,7 +105,7 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step."""
-        divide_by_counts(target, samples, total_count(self._group, counted))
+        divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step."""

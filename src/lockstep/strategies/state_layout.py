@@ -134,17 +134,18 @@ class OwnerLayout(StateLayout):
         """The 2-norm of all gradients, from the squares that the owners add up. Collective."""
         locations = [self._locations[id(p)] for p in parameters]
         kind = torch.float64 if any(location.squares == torch.float64 for location in locations) else torch.float32
-        # Of each parameter whether it has a gradient; then the rows. Where others write, zeros: they change no bit.
-        lengths = [len(locations), *(location.rows for location in locations)]
+        written = [location.rows_written_by(self._group.rank) for location in locations]
+        own = [p.grad if len(rows) else None for p, rows in zip(parameters, written, strict=True)]
+        # Over the CPU, where the host knows it: it would have to wait for what a GPU has added up.
+        have = self._group.begin_sum([gradient is not None for gradient in own], "which parameters have gradients")
+        # Where others write, zeros: they change no bit.
+        lengths = [location.rows for location in locations]
         flat = torch.zeros(sum(lengths), dtype=kind, device=self._group.device)
-        flags, *slots = flat.split(lengths)
-        for number, (parameter, location) in enumerate(zip(parameters, locations, strict=True)):
-            rows = location.rows_written_by(self._group.rank)
-            if len(rows) and parameter.grad is not None:
-                flags[number] = 1
-                slots[number][rows.start : rows.stop].copy_(squared_row_norms(parameter.grad))
-        flags, *slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
-        found = zip(slots, locations, flags.tolist(), strict=True)
+        for gradient, rows, slot in zip(own, written, flat.split(lengths), strict=True):
+            if gradient is not None:
+                slot[rows.start : rows.stop].copy_(squared_row_norms(gradient))
+        slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
+        found = zip(slots, locations, have(), strict=True)
         return norm_of_rows([slot.to(location.squares) for slot, location, has in found if has], self._group.device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:

@@ -120,7 +120,7 @@ class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTra
         self._replicas.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step. Collective."""
+        """Divide by the number of items of the step."""
         self._replicas.normalize_by_count(target, samples, counted)
 
     def update_share(self) -> UpdateShare:

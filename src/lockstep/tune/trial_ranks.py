@@ -138,7 +138,7 @@ class TrialRank:
         if self._leader is not None:
             self._leader.end(order, outcome)
         if verdict == "renew":
-            self._connections.close()
+            self._connections.close(abort=True)
         if outcome.state == "interrupted" and error is not None:
             raise error if isinstance(error, KeyboardInterrupt) else SystemExit(EXIT_STOPPED)
         if error is not None:

@@ -25,6 +25,7 @@ Traffic of a rank, in bytes a step: 2 M (n - 1) / (n period), for M bytes of par
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
@@ -35,7 +36,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
-from lockstep.strategies.abilities import FinishesTraining, HasState, PreparesEvaluation, PreparesForward
+from lockstep.strategies.abilities import (
+    FinishesTraining,
+    HasState,
+    PreparesEvaluation,
+    PreparesForward,
+    SumsCounts,
+)
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
@@ -78,7 +85,7 @@ def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
     return LocalSgd(context, options)
 
 
-class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
+class LocalSgd(Strategy, PreparesForward, SumsCounts, PreparesEvaluation, FinishesTraining, HasState):
     """The strategy ``local-sgd``."""
 
     def __init__(self, context: StrategyContext, options: Options) -> None:
@@ -133,6 +140,10 @@ class LocalSgd(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, 
     def end_replay(self) -> None:
         """Restore buffers."""
         (self._warming_up or self._local).end_replay()
+
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """The items of this rank; of all ranks where they step together to warm up. Collective then."""
+        return (lambda: counted) if self._warming_up is None else self._warming_up.begin_count(counted)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Turn ``.grad`` into the mean over this rank's own items."""

@@ -51,16 +51,17 @@ from lockstep.strategies.abilities import (
     PreparesEvaluation,
     PreparesForward,
     PreparesOptimizerStep,
+    SumsCounts,
 )
 from lockstep.strategies.absent_parameters import refuse_changes
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
+    begin_total,
     divide_by_counts,
     parameters_of,
     steps_across_elements,
-    total_count,
 )
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
@@ -124,6 +125,7 @@ class Hybrid(
     Strategy,
     HasServerRanks,
     PreparesForward,
+    SumsCounts,
     PreparesOptimizerStep,
     PreparesEvaluation,
     DividesConstruction,
@@ -185,7 +187,7 @@ class Hybrid(
             self._say(f"{type(model).__name__} has no embedding to serve; ddp would use the servers better")
         restore_unserved(model, modules, self._group)
         place_rest(model, self._group.device)
-        tables = {name: self._table(module) for name, module in modules.items()}
+        tables = {name: _served(module, self._division, self._group.rank) for name, module in modules.items()}
         numbers = {name: self._tables.add(table) for name, table in tables.items()}
         self._store.setup_model(model, lambda _: 0, [module.weight for module in modules.values()])
         for name, table in tables.items():
@@ -213,13 +215,6 @@ class Hybrid(
         if tables:
             refuse_copies(model, "hybrid")
         return model
-
-    def _table(self, module: EmbeddingTable) -> ServedTable:
-        weight = module.weight
-        if isinstance(weight, TablePart):
-            return ServedTable(module, weight.held.of, self._group.rank)
-        rows_of = self._division.place(module.num_embeddings, module.embedding_dim * weight.element_size())
-        return ServedTable(module, rows_of, self._group.rank)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` steps each row of a divided table by itself.
@@ -295,11 +290,14 @@ class Hybrid(
         self._in_loop = False
         return self._round.end_loop(complete=complete)
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all workers. Collective."""
+        return begin_total(self._role_group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items; servers divide once they learn it. All workers must call it."""
-        total = total_count(self._role_group, counted)
-        divide_by_counts(target, samples, total)
-        self._round.unsent = {rank: replace(done, counted=total) for rank, done in self._round.unsent.items()}
+        """Divide by the number of items; servers divide once they learn it."""
+        divide_by_counts(target, samples, counted)
+        self._round.unsent = {rank: replace(done, counted=counted) for rank, done in self._round.unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Send servers the message that gradients are in place, if it was not sent yet."""
@@ -432,6 +430,16 @@ class Hybrid(
     def _norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         self._round.send()
         return self._owner_layout.norm(parameters)
+
+
+def _served(module: EmbeddingTable, division: RowDivision, rank: int) -> ServedTable:
+    """``module`` as ``rank`` sees it; its rows are where they lie already, or where ``division`` puts them."""
+    weight = module.weight
+    if isinstance(weight, TablePart):
+        return ServedTable(module, weight.held.of, rank)
+    return ServedTable(
+        module, division.place(module.num_embeddings, module.embedding_dim * weight.element_size()), rank
+    )
 
 
 def _words(rows_of: Mapping[int, range]) -> str:

@@ -27,7 +27,7 @@ pushes.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -37,10 +37,10 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
-from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep
+from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep, SumsCounts
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -95,7 +95,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return AsyncParameterServer(context, roles, options.staleness)
 
 
-class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, PreparesOptimizerStep, FinishesTraining):
+class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, SumsCounts, PreparesOptimizerStep, FinishesTraining):
     """The strategy ``parameter-server`` in its synchronous mode."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
@@ -163,11 +163,15 @@ class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, PreparesOptim
         self._context.check_copies(ends=True)
         return complete
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all workers. Collective."""
+        return begin_total(self._role_group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Let servers divide by the number of items, after their sum. All workers must call it."""
-        total = total_count(self._role_group, counted)
+        """Let servers divide by the number of items, after their sum."""
+        require_items(counted)
         for server, push in self._round.unsent.items():
-            self._round.unsent[server] = replace(push, counted=total)
+            self._round.unsent[server] = replace(push, counted=counted)
 
     def update_share(self) -> UpdateShare:
         """All, on a server; of several, each has some of the parameters."""

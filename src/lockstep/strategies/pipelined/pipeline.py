@@ -45,6 +45,7 @@ from lockstep.strategies.abilities import (
     DividesConstruction,
     ExplainsErrors,
     MakesStages,
+    SumsCounts,
 )
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
@@ -53,14 +54,15 @@ from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
+    begin_total,
     divide_by_counts,
-    total_count,
 )
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import of_absent_parameters
 from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
 from lockstep.strategies.pipelined.pipeline_options import SCHEDULES, SPLITTING, Options
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
+from lockstep.strategies.pipelined.random_states import RandomStates
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
@@ -104,7 +106,14 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
 
 
 class Pipeline(
-    Strategy, ComputesLoss, CommunicatesInForward, DividesConstruction, StepsSome, ExplainsErrors, MakesStages
+    Strategy,
+    ComputesLoss,
+    SumsCounts,
+    CommunicatesInForward,
+    DividesConstruction,
+    StepsSome,
+    ExplainsErrors,
+    MakesStages,
 ):
     """The strategy ``pipeline``."""
 
@@ -122,6 +131,14 @@ class Pipeline(
         transport_device = torch.device("cpu") if group.over_cpu else group.device
         self._autocast: Final = AutocastContext(group.device, transport_device, context.dtype)
         self._replica_group: Final = shard_groups.within  # this replica's ranks
+        # For what stages send. Over NCCL the world's own group is bound to its GPU and does all in one order: another
+        # one has connections for each pair of ranks.
+        self._between: Final = (
+            self._replica_group.process_group
+            if group.over_cpu
+            else self._replica_group.new_process_group(backend=group.backend)
+        )
+        self._states: Final = RandomStates(self._replica_group, self._rank_of)
         self._stage_group: Final = shard_groups.across  # the ranks of the same stages
         self._channel: Final = ObjectChannel(self._replica_group)
         self._all_reduce: Final = open_all_reduce(self._stage_group, context.runs)
@@ -178,6 +195,7 @@ class Pipeline(
                     modules,
                     lambda: model.training,
                     buffers,
+                    self._states,
                     [p for n, p in model.named_parameters() if division.stage_of[n] == number and p.requires_grad],
                     self._autocast,
                     exact=self._context.exact,
@@ -266,6 +284,7 @@ class Pipeline(
                     self._forward_through_stages(task.inputs, stage_micro_batches[0].random, {})
             else:
                 self._run(stage_micro_batches, losses)
+            self._states.finish()
             self._reduction.finish(self._stages, position, self._names, find_unused=self._find_unused)
         set_random_state(stage_micro_batches[-1].random, device)  # the same on all ranks of the replica
         return losses
@@ -282,7 +301,7 @@ class Pipeline(
             for stage in self._stages:
                 around = (interfaces[stage.number], interfaces[stage.number + 1])
                 stage.set_schedule_run(stage_micro_batches[part.first : part.first + part.length], around)
-            schedule = self._schedule(part, specs[part.first], interfaces, stage_micro_batches[0].random)
+            schedule = self._schedule(part, specs[part.first], interfaces)
             indices = torch.arange(part.length)
             try:
                 schedule.step(target=indices, index=indices, return_outputs=False)
@@ -292,9 +311,7 @@ class Pipeline(
                     raise error.__cause__ from None
                 raise
 
-    def _schedule(
-        self, part: ScheduleRun, like: object, interfaces: Sequence[StageInterface | None], random: torch.Tensor
-    ) -> Any:
+    def _schedule(self, part: ScheduleRun, like: object, interfaces: Sequence[StageInterface | None]) -> Any:
         """Torch's schedule for such a run; the last ones are kept."""
         key = (part.schedule, part.length, like)
         if key not in self._schedules:
@@ -309,9 +326,9 @@ class Pipeline(
                         stage.number,
                         stage.of,
                         self._autocast.transport_device,
-                        input_args=before.examples(random) if before else (),
-                        output_args=behind.examples(random) if behind else _LOSS,
-                        group=self._replica_group.process_group,
+                        input_args=before.examples() if before else (),
+                        output_args=behind.examples() if behind else _LOSS,
+                        group=self._between,
                     )
                 )
                 fold_passes(stages[-1], stage)
@@ -350,24 +367,30 @@ class Pipeline(
             into: Sequence[torch.Tensor] = ()
             if stage.number:
                 source = self._rank_of[stage.number - 1]
-                tensors, interface, random = handed_over if source == rank else self._channel.receive(source)
+                tensors, interface, state = handed_over if source == rank else self._channel.receive(source)
+                random = torch.from_numpy(state)
                 into = [t.requires_grad_(learns) for t, (*_, learns) in zip(tensors, interface.specs, strict=True)]
                 draws_random = interface.draws_random
             output, after = stage.forward_once(inputs, into, random)
             if not stage.is_last:
                 interface = interfaces[stage.number] = StageInterface.of(
-                    output, draws_random or not torch.equal(after, random.cpu())
+                    output, draws_random or not torch.equal(after, random)
                 )
                 target = self._rank_of[stage.number + 1]
+                state = after.numpy()  # not as a tensor, which would arrive on the device
                 if target == rank:
-                    handed_over = (tuple(tensor.detach() for tensor in output), interface, after)
+                    handed_over = (tuple(tensor.detach() for tensor in output), interface, state)
                 else:
-                    self._channel.send((output, interface, after), target)
+                    self._channel.send((output, interface, state), target)
         return output if self._stages[-1].is_last else None
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all replicas. Collective."""
+        return begin_total(self._stage_group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step. Collective."""
-        divide_by_counts(target, samples, total_count(self._stage_group, counted))
+        """Divide by the number of items of the step."""
+        divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
@@ -393,6 +416,7 @@ class Pipeline(
     def discard_step(self) -> None:
         """Forget queued micro-batches, and restore buffers."""
         self._queued.clear()
+        self._states.discard()
         for stage in self._stages:
             stage.running_buffers.restore()
 

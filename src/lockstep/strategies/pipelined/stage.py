@@ -24,6 +24,7 @@ from lockstep.strategies.gradient_accumulation import (
     is_loss,
     pop_gradients,
 )
+from lockstep.strategies.pipelined.random_states import RandomStates
 from lockstep.strategies.random_state import random_state, set_random_state
 
 Losses = list[tuple[int, torch.Tensor]]
@@ -53,10 +54,9 @@ class StageInterface:
         """The interface of ``tensors``."""
         return cls(tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors), draws_random)
 
-    def examples(self, random: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Tensors without memory like those that are sent; ``random`` is any state of the generators."""
-        made = [torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.specs]
-        return (*made, random.to("meta")) if self.draws_random else tuple(made)
+    def examples(self) -> tuple[torch.Tensor, ...]:
+        """Tensors without memory like those that are sent."""
+        return tuple(torch.empty(s, dtype=d, device="meta", requires_grad=g) for s, d, g in self.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,7 @@ class Stage(nn.Module):
         modules: what it computes.
         training: whether the model is in training mode.
         buffers: those of its modules.
+        states: brings those of random generators from stage to stage.
         trained: the parameters that are trained.
         autocast: of its passes.
         exact: whether each micro-batch's gradient is taken by itself.
@@ -138,6 +139,7 @@ class Stage(nn.Module):
         modules: StageModules,
         training: Callable[[], bool],
         buffers: Buffers,
+        states: RandomStates,
         trained: Sequence[nn.Parameter],
         autocast: AutocastContext,
         *,
@@ -151,6 +153,7 @@ class Stage(nn.Module):
         self.sums: Final = StageSums(trained)
         self.running_buffers: Final = buffers  #: such as running statistics
         self.in_training, self.in_evaluation = modules.training, modules.evaluation
+        self._states: Final = states
         self._takes_inputs: Final = modules.takes_inputs
         self._training: Final = training
         self._autocast: Final = autocast
@@ -206,8 +209,10 @@ class Stage(nn.Module):
         """The output for a micro-batch; on the last stage the loss, times its weight. Called by the schedule."""
         micro = self._micro_batches[int(index)]
         before, behind = self._interfaces
-        *into, random = received if before and before.draws_random else (*received, micro.random)
-        into = [tensor.to(self._autocast.device) for tensor in into]
+        random = micro.random
+        if before and before.draws_random:
+            random = self._states.receive(self.number, micro.position.index, like=random)
+        into = [tensor.to(self._autocast.device) for tensor in received]
         self.running_buffers.use_copies()
         out, after = self.forward_once(micro.task.inputs, into, random)
         if behind is None:
@@ -220,9 +225,9 @@ class Stage(nn.Module):
                     f"strategy=pipeline: what stage {self.number} returns has shapes {[s for s, *_ in found.specs]}, "
                     f"and had {[s for s, *_ in behind.specs]} before, for inputs of the same shape; pad what varies"
                 )
-            sent = tuple(
-                tensor.to(self._autocast.transport_device) for tensor in ((*out, after) if behind.draws_random else out)
-            )
+            if behind.draws_random:
+                self._states.send(self.number, micro.position.index, after)
+            sent = tuple(tensor.to(self._autocast.transport_device) for tensor in out)
         if not micro.position.last:
             self.running_buffers.end_micro_batch(micro.position)
         if self.splits_backward:

@@ -57,10 +57,11 @@ from lockstep.strategies.abilities import (
     PreparesForward,
     PreparesUpdate,
     StatePart,
+    SumsCounts,
 )
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts, parameters_of, total_count
+from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, parameters_of
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import (
     PickleGuard,
@@ -126,6 +127,7 @@ class FullySharded(
     FinishesTraining,
     ExplainsErrors,
     KnowsStatePart,
+    SumsCounts,
 ):
     """The strategies ``fsdp`` and ``hsdp``.
 
@@ -318,9 +320,13 @@ class FullySharded(
                 raise
             raise UsageError(checks.SECOND_ORDER) from error
 
+    def begin_count(self, counted: int) -> Callable[[], int]:
+        """Begin to add up the items of all ranks. Collective."""
+        return begin_total(self._group, counted)
+
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step. Collective."""
-        divide_by_counts(target, samples, total_count(self._group, counted))
+        """Divide by the number of items of the step."""
+        divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""

@@ -227,7 +227,7 @@ class TensorParallel(
         self._inner.backward(loss, weight, target, position)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Let the other strategy divide by the number of items: each tensor group has counted all. Collective."""
+        """Let the other strategy divide by the number of items: each tensor group has counted all."""
         self._inner.normalize_by_count(target, samples, counted)
 
     def before_update(self, position: MicroBatchPosition) -> None:
