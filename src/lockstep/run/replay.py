@@ -51,6 +51,7 @@ from lockstep.run.training_inputs import Held, TrainingInputs, changed_by, train
 _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
+_STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
 
 _NOTHING: Final = "nothing", "nothing"
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -237,7 +238,9 @@ class Replays:
     def __init__(self, group: Group, state: State) -> None:
         self._group: Final = group
         self._state: Final = state
-        self._inputs: TrainingInputs | None = None  # of the pass
+        self._inputs: TrainingInputs | None = None  # of the loop that the script is in
+        self._readings = 0
+        self._read_at = 0
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: _Played | None = None  # what came first, of this rank's own
         self._other: _Played | None = None  # of another rank's
@@ -303,9 +306,8 @@ class Replays:
             play.note_all("what run.carry holds,", dict(carried))
             play.end_body()
             if not position.is_other_ranks:
-                if self._inputs is None:
-                    self._inputs = training_inputs(sys._getframe(), self._state)
-                play.after = self._inputs.held()
+                self._read_script(step)
+                play.after = self._inputs.held() if self._inputs is not None else {}
             played = _Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
@@ -322,6 +324,13 @@ class Replays:
                 if difference:
                     place = _place(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
+
+    def _read_script(self, step: int) -> None:
+        """What the training is computed from in this loop: read in the first ones, and then once in so many steps."""
+        if self._inputs is None and (self._readings < _FREE_PASSES or step - self._read_at >= _STEPS_A_READING):
+            self._readings += 1
+            self._read_at = step
+            self._inputs = training_inputs(sys._getframe(), self._state)
 
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
@@ -360,6 +369,11 @@ class Replays:
     def forget(self) -> None:
         """The step is over, or discarded."""
         self.play = self._first = self._other = None
+
+    def leave(self) -> None:
+        """The loop is left, with the variables of the functions in it."""
+        self.forget()
+        self._inputs = None
 
 
 class _Digest(NamedTuple):

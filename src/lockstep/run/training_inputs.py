@@ -237,8 +237,9 @@ class _Follower:
         ("registered", "loader"), or to something that seeds.
         """
         found: list[Given] = []
+        file = PurePath(context.code.co_filename).name
         for use in context.reads.uses:
-            where = f"{PurePath(context.code.co_filename).name}:{use.line}"
+            where = f"{file}:{use.line}"
             conditions = (*use.conditions, *context.reads.exits[use.loop])
             if use.read is not None:
                 found += self._given_by(context, use.read, where, conditions)
@@ -428,7 +429,7 @@ class _Follower:
                 if name in _OF_RANKS:
                     self.found.ranks.append(RankUse(given, f"run.{name}"))
                 return
-            if isinstance(value, ModuleType) and not is_users(getattr(value, "__file__", None) or "<frozen"):
+            if isinstance(value, ModuleType) and not _is_script(getattr(value, "__file__", None) or "<frozen"):
                 return
             following = _attribute(value, name)
             if isinstance(following, property) and following.fget is not None:
@@ -455,10 +456,13 @@ def _take_property() -> None:
     """Whose code stands for a caller without variables."""
 
 
+_is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
+
+
 def _of_script(function: object, bound: _Argument | None) -> list[_Callee]:
     if not isinstance(function, FunctionType):  # such as `functools.lru_cache` makes
         function = getattr(function, "__wrapped__", None)
-    if isinstance(function, FunctionType) and is_users(function.__code__.co_filename):
+    if isinstance(function, FunctionType) and _is_script(function.__code__.co_filename):
         return [_Callee(function, bound)]
     return []
 
