@@ -26,6 +26,8 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
     Raises:
         UsageError: if an optimizer, a scheduler or a model is made from it, or changed by it.
     """
+    if inputs.failed:
+        say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")
     for use in inputs.ranks:
         given = use.given
         if use.on == LENGTH or (use.on == "run.world_size" and given.kind in ("registered", "write")):

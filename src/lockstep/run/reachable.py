@@ -70,7 +70,7 @@ _HOLDERS: Final = (
     Namespace,
 )
 #: Where `torch.nn.Module` has its parts, which users know by the names within.
-_MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
+MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
 _ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -331,7 +331,7 @@ def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
         for name, item in attributes.items():
-            found |= item if name in _MODULE_PARTS and type(item) is dict else {name: item}
+            found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
     yield from ((f".{name}", item) for name, item in found.items())
 
 

@@ -43,8 +43,9 @@ from lockstep.data import CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
 from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
+from lockstep.run.script_places import Held, changed_by
 from lockstep.run.state import State
-from lockstep.run.training_inputs import Held, TrainingInputs, changed_by, training_inputs
+from lockstep.run.training_inputs import TrainingInputs, training_inputs
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
 #: micro-batches.

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType, MethodType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, Literal, NamedTuple
 
 from torch import nn
@@ -28,7 +28,8 @@ from torch.optim import Optimizer
 
 from lockstep.heartbeat import is_users
 from lockstep.run.kept import PlainValue
-from lockstep.run.reachable import TENSOR_RANK, Mark, look, script_frames, variables_of
+from lockstep.run.reachable import script_frames, variables_of
+from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
 from lockstep.run.source_reads import Call, Path, Read, Reads, reads_of
 from lockstep.run.state import State
 
@@ -40,37 +41,8 @@ _OF_RANKS: Final = {"rank", "world_size"}
 _STEPS: Final = {"step", "backward", "update"}
 _REGISTERS: Final = {"model", "optimizer", "scheduler"}
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
-_NOTHING: Final = object()
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 _NOTED: Final = {"step", "write"}  # what each body computes, and each turn of an outer loop
-_DEPTH: Final = 5
-_MOST_MARKS: Final = 500
-_CONTAINERS: Final = {"dict", "list", "tuple", "deque", "set"}
-
-
-class Place(NamedTuple):
-    """Where a value of the script is: a variable, or an attribute of it."""
-
-    owner: object  #: a frame, a dict of globals, a cell, or an object itself
-    name: str
-    attributes: tuple[str, ...]
-    text: str  #: as the script writes it
-
-    @property
-    def key(self) -> tuple[int, str, tuple[str, ...]]:
-        """Equal for the same place."""
-        return id(self.owner), self.name, self.attributes
-
-    def value(self, variables: Mapping[str, Any] | None) -> object:
-        """What is there now, or `_NOTHING`; ``variables`` are those of the frame that is its owner."""
-        value = _variable(self.owner, self.name) if variables is None else variables.get(self.name, _NOTHING)
-        for name in self.attributes:
-            value = _attribute(value, name)
-        return value
-
-
-Held = Mapping[str, tuple[Mark, str]]
-"""By path, what is there, and what of the training is computed from it."""
 
 
 class Given(NamedTuple):
@@ -97,55 +69,30 @@ class TrainingInputs:
     #: Of each, what is computed from it.
     ranks: list[RankUse] = field(default_factory=list)
     skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
+    failed: str = ""  #: why the script could not be read
 
     def held(self) -> Held:
         """What is at these places now."""
-        found: dict[str, tuple[Mark, str]] = {}
-        held: dict[int, dict[str, Any]] = {}
-        for place, what in self.places.values():
-            if isinstance(place.owner, FrameType) and id(place.owner) not in held:
-                held[id(place.owner)] = variables_of(place.owner)
-            value = place.value(held.get(id(place.owner)))
-            marks = look({place.text: value}, skip=self.skip, but=_STATELESS, depth=_DEPTH, limit=_MOST_MARKS)
-            found |= {name: (mark, what) for name, mark in marks.items() if value is not _NOTHING}
-        return found
-
-
-def changed_by(first: Held, before: Held, after: Held) -> str:
-    """What a body changes that the training is computed from, in words; "" for nothing.
-
-    Args:
-        first: what there was after the first of two equal bodies.
-        before: what there was before the second one.
-        after: what there was after it.
-    """
-    for name, (mark, what) in after.items():
-        others = [each[name][0] for each in (first, before) if name in each]
-        if len(others) == 2 and all(_differs(other, mark) for other in others):
-            values = f" ({before[name][0].seen}, then {mark.seen})" if mark.rank == 1 else ""
-            is_length = mark.kind in _CONTAINERS
-            return f"{'the length of ' if is_length else ''}{name}, which {what} is computed from, differed{values}"
-    return ""
-
-
-def _differs(one: Mark, other: Mark) -> bool:
-    """Whether two marks of a place are of other values, as far as they tell: some tensors are known by their `id`."""
-    these, those = one.seen, other.seen
-    if one.rank == TENSOR_RANK and isinstance(these, tuple) and isinstance(those, tuple):
-        return these != those and (these[1] == those[1] or not isinstance(these[1], int))
-    return one != other
+        return held(self.places.values(), self.skip, _STATELESS)
 
 
 def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
-    """What the script computes its training from, whose functions are running from ``frame`` outward."""
+    """What the script computes its training from, whose functions are running from ``frame`` outward.
+
+    Raises nothing: where its source is such that it cannot be read, nothing is known, and `TrainingInputs.failed` says
+    why.
+    """
     follower = _Follower(state)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     follower.found.skip |= {*follower.trained, *map(id, kept)}
-    for script in script_frames(frame):
-        if (reads := reads_of(script.f_code)) is not None:
-            context = _Context(script.f_code, reads, script.f_globals, frame=script)
+    try:
+        for script in script_frames(frame):
+            reads = reads_of(script.f_code)
+            context = _Context(script.f_code, reads or Reads(), script.f_globals, frame=script)
             for given in follower.given(context):
                 follower.take(context, given)
+    except Exception as error:  # noqa: BLE001 - what only looks on ends no training
+        return TrainingInputs(failed=f"{type(error).__name__}: {error}")
     return follower.found
 
 
@@ -187,19 +134,19 @@ class _Context:
         if root in self.arguments:
             value = self.arguments[root].value
         elif self.frame is not None:
-            value = self.held.get(root, _NOTHING)
+            value = self.held.get(root, NOTHING)
         elif self.is_local(root):
             # Another name of something, or a new object: only the first one is known.
             others = self.reads.set_from.get(root, [])
             is_name = len(others) == 1 and isinstance(others[0], Path) and others[0].root != root
-            value = self.value_of(others[0]) if is_name and isinstance(others[0], Path) else _NOTHING
+            value = self.value_of(others[0]) if is_name and isinstance(others[0], Path) else NOTHING
         else:
-            value = _NOTHING
-        if value is _NOTHING and not (self.is_local(root) and self.frame is None):
-            value = _variable(self.cells[root], "") if root in self.cells else self.variables.get(root, _NOTHING)
-            value = getattr(builtins, root, _NOTHING) if value is _NOTHING else value
+            value = NOTHING
+        if value is NOTHING and not (self.is_local(root) and self.frame is None):
+            value = variable_at(self.cells[root], "") if root in self.cells else self.variables.get(root, NOTHING)
+            value = getattr(builtins, root, NOTHING) if value is NOTHING else value
         for name in path.attributes:
-            value = _attribute(value, name)
+            value = attribute_of(value, name)
         return value
 
 
@@ -214,6 +161,10 @@ _OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own 
 _STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
 
 
+_Key = tuple[CodeType, tuple[int, ...]]
+"""A function, and the objects that it is called with."""
+
+
 class _Follower:
     """Goes from what is given to the run back to the places it is computed from."""
 
@@ -226,7 +177,8 @@ class _Follower:
         lists = [optimizer.param_groups for optimizer in state.optimizers]
         self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers)}
         self._left: int = _MOST
-        self._running: Final[list[tuple[CodeType, tuple[int, ...]]]] = []
+        self._running: Final[list[_Key]] = []
+        self._giving_nothing: Final[set[_Key]] = set()
 
     # ---- what is given -----------------------------------------------------------------------------------------
 
@@ -251,7 +203,7 @@ class _Follower:
     def _given_by(self, context: _Context, call: Call, where: str, conditions: tuple[Read, ...]) -> Iterator[Given]:
         path = call.function[0] if len(call.function) == 1 else None
         method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
-        owner = context.value_of(path.owner) if isinstance(path, Path) and method else _NOTHING
+        owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
         what = f"{path.text}(...)" if isinstance(path, Path) else ""
         if _is_run(owner):
             if method in _STEPS:
@@ -268,24 +220,24 @@ class _Follower:
             reads = (read for name, part in call.keywords if name in seeds for read in part)
             yield Given("seed", seeds[0], where, tuple(reads))
         callees = self._callees(context, call)
-        is_module = isinstance(path, Path) and isinstance(context.value_of(path), nn.Module)
+        is_module = isinstance(path, Path) and _is(context.value_of(path), nn.Module)
         if id(owner) in self.trained and not (callees or is_module):
             yield Given("write", what, where, call.every)
         for callee in callees:
             inner = self._enter(context, call, callee)
             if inner is None:
                 continue
-            gives = self.given(inner)
+            key = self._running[-1]
+            gives = [] if key in self._giving_nothing else self.given(inner)
             for given in gives:
                 # What it computes from its parameters, the caller gives.
-                yield given._replace(reads=tuple(self._outward(inner, given)))
+                needed: list[Read] = []
+                self.take(inner, given, needed)
+                yield given._replace(reads=tuple(needed))
             yield from (given._replace(reads=conditions) for given in gives if given.kind in _NOTED)
+            if not gives:
+                self._giving_nothing.add(key)
             self._running.pop()
-
-    def _outward(self, inner: _Context, given: Given) -> list[Read]:
-        needed: list[Read] = []
-        self.take(inner, given, needed)
-        return needed
 
     # ---- what it is computed from ------------------------------------------------------------------------------
 
@@ -310,7 +262,7 @@ class _Follower:
         if self._is_set_here(context, path.root):
             followed += context.reads.set_from.get(path.root, ())
             root = context.value_of(Path(path.root))
-            if path.root not in context.arguments and not (isinstance(root, _STATELESS) or _is_ours(root)):
+            if path.root not in context.arguments and not (_is(root, *_STATELESS) or _is_ours(root)):
                 followed += context.reads.filled_from.get(path.root, ())
         for end in range(1, len(path.attributes) + 1):
             followed += context.reads.set_from.get(Path(path.root, path.attributes[:end]).text, ())
@@ -322,20 +274,22 @@ class _Follower:
                 outward += argument.reads
             if argument.text:
                 self._note(
-                    Place(argument.value, "", path.attributes, ".".join((argument.text, *path.attributes))), given
+                    context,
+                    Place(argument.value, "", path.attributes, ".".join((argument.text, *path.attributes))),
+                    given,
                 )
         elif context.frame is not None and context.code.co_flags & _OPTIMIZED:
             if path.root in context.held:
                 if path.root not in context.fresh:
-                    self._note(Place(context.frame, path.root, path.attributes, path.text), given)
+                    self._note(context, Place(context.frame, path.root, path.attributes, path.text), given)
             elif not context.is_local(path.root):
-                self._note(Place(context.variables, path.root, path.attributes, path.text), given)
+                self._note(context, Place(context.variables, path.root, path.attributes, path.text), given)
         elif path.root in context.cells:
-            self._note(Place(context.cells[path.root], "", path.attributes, path.text), given)
+            self._note(context, Place(context.cells[path.root], "", path.attributes, path.text), given)
         elif not context.is_local(path.root) and path.root not in context.fresh:
-            self._note(Place(context.variables, path.root, path.attributes, path.text), given)
+            self._note(context, Place(context.variables, path.root, path.attributes, path.text), given)
         value = context.value_of(path)
-        if isinstance(value, FunctionType | MethodType) and outward is not None:
+        if _is(value, FunctionType, MethodType):
             followed += self._of_call(context, Call((path,), (), (), True, 0), given, outward)
         return followed
 
@@ -348,28 +302,21 @@ class _Follower:
         path = call.function[0] if len(call.function) == 1 else None
         if not isinstance(path, Path):
             return [*call.function, *every]
-        owner = context.value_of(path.owner) if path.attributes else _NOTHING
+        owner = context.value_of(path.owner) if path.attributes else NOTHING
         if _is_run(owner):
             return []  # what it returns is the same on all ranks, or is checked elsewhere
         if path.text == "len" and any(self._is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
-        callees = self._callees(context, call)
         followed: list[Read] = []
-        is_known = False
-        for callee in callees:
-            inner = self._enter(context, call, callee)
-            if inner is not None:
-                is_known = True
-                self.take(inner, given._replace(reads=tuple(inner.reads.returned)), followed)
-                self._running.pop()
+        known = [self._take_returned(context, call, one, given, followed) for one in self._callees(context, call)]
         value = context.value_of(path)
-        if is_known and not isinstance(value, nn.Module | type):
+        if any(known) and not _is(value, nn.Module, type, functools.partial):
             return followed
-        if isinstance(owner, ModuleType) or value is getattr(builtins, path.text, None):
+        if _is(owner, ModuleType) or value is getattr(builtins, path.text, None):
             return [*followed, *every]
         # Of a method that cannot be read, the object; of a function, itself; and what they are given.
         receiver = path.owner if path.attributes else path
-        return [*followed, *every, *([] if isinstance(value, nn.Module | type) else [receiver])]
+        return [*followed, *every, *([] if _is(value, nn.Module, type) else [receiver])]
 
     def _is_pass(self, context: _Context, read: Read) -> bool:
         if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
@@ -392,14 +339,14 @@ class _Follower:
             if not path.attributes:
                 return _of_script(value, None)
             owner = context.value_of(path.owner)
-            is_method = not isinstance(owner, ModuleType | type) and path.attributes[-1] not in _instance(owner)
+            is_method = not _is(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
             return _of_script(value, _Argument((path.owner,), owner) if is_method else None)
         if isinstance(value, nn.Module):
             named = [(f"{path.text}.{name}" if name else path.text, one) for name, one in value.named_modules()]
             return [c for text, one in named for c in _of_script(type(one).forward, _Argument((), one, text))]
         if isinstance(value, type):
-            return _of_script(getattr(value, "__init__", None), _Argument((), _NOTHING))
-        called = _attribute(value, "__call__") if value is not _NOTHING else _NOTHING
+            return _of_script(getattr(value, "__init__", None), _Argument((), NOTHING))
+        called = attribute_of(value, "__call__")
         return _of_script(called, _Argument(reads, value)) if isinstance(called, FunctionType) else []
 
     def _enter(self, context: _Context, call: Call, callee: _Callee) -> _Context | None:
@@ -421,39 +368,35 @@ class _Follower:
 
     # ---- places ------------------------------------------------------------------------------------------------
 
-    def _note(self, place: Place, given: Given) -> None:
+    def _note(self, context: _Context, place: Place, given: Given) -> None:
         """``given`` is computed from what is at ``place``, unless an object on the way says more, or the run has it."""
-        value = _variable(place.owner, place.name)
+        value = variable_at(place.owner, place.name)
         for number, name in enumerate(place.attributes):
             if _is_run(value):
                 if name in _OF_RANKS:
                     self.found.ranks.append(RankUse(given, f"run.{name}"))
                 return
-            if isinstance(value, ModuleType) and not _is_script(getattr(value, "__file__", None) or "<frozen"):
+            if _is(value, ModuleType) and not _is_script(attributes_of(value).get("__file__") or "<frozen"):
                 return
-            following = _attribute(value, name)
-            if isinstance(following, property) and following.fget is not None:
-                self._take_property(following.fget, place, number, value, given)
+            following = attribute_of(value, name)
+            if isinstance(following, property):
+                text = ".".join((place.text.split(".")[0], *place.attributes[:number]))
+                for callee in _of_script(following.fget, _Argument((), value, text)):
+                    self._take_returned(context, Call((), (), (), False, 0), callee, given, [])
                 return
             value = following
-        is_known = value is _NOTHING or isinstance(value, _STATELESS) or _is_ours(value) or id(value) in self.trained
+        is_known = value is NOTHING or _is(value, *_STATELESS) or _is_ours(value) or id(value) in self.trained
         if given.kind in _NOTED and not is_known:
             self.found.places.setdefault(place.key, (place, given.what))
 
-    def _take_property(
-        self, getter: Callable[..., Any], place: Place, number: int, value: object, given: Given
-    ) -> None:
-        context = _Context(_take_property.__code__, Reads(), {})
-        text = ".".join((place.text.split(".")[0], *place.attributes[:number]))
-        for callee in _of_script(getter, _Argument((), value, text)):
-            inner = self._enter(context, Call((), (), (), False, 0), callee)
-            if inner is not None:
-                self.take(inner, given._replace(reads=tuple(inner.reads.returned)), [])
-                self._running.pop()
-
-
-def _take_property() -> None:
-    """Whose code stands for a caller without variables."""
+    def _take_returned(self, context: _Context, call: Call, callee: _Callee, given: Given, outward: list[Read]) -> bool:
+        """Note what the value of a function is computed from; whether its source is known."""
+        inner = self._enter(context, call, callee)
+        if inner is None:
+            return False
+        self.take(inner, given._replace(reads=tuple(inner.reads.returned)), outward)
+        self._running.pop()
+        return True
 
 
 _is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
@@ -461,7 +404,7 @@ _is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
 
 def _of_script(function: object, bound: _Argument | None) -> list[_Callee]:
     if not isinstance(function, FunctionType):  # such as `functools.lru_cache` makes
-        function = getattr(function, "__wrapped__", None)
+        function = attribute_of(function, "__wrapped__")
     if isinstance(function, FunctionType) and _is_script(function.__code__.co_filename):
         return [_Callee(function, bound)]
     return []
@@ -476,9 +419,9 @@ def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[
     others = [one.arg for one in parameters.kwonlyargs]
     every = call.every
     rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
-    bound = {name: _Argument(every, _NOTHING) for name in rest}
+    bound = {name: _Argument(every, NOTHING) for name in rest}
     is_loose = call.is_starred or any(not name for name, _ in call.keywords)
-    bound |= {name: _Argument(every if is_loose else (), _NOTHING) for name in (*names, *others)}
+    bound |= {name: _Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
     function, own = callee
     defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
     if not is_loose:
@@ -490,50 +433,14 @@ def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[
     given += [(name, part) for name, part in call.keywords if name in bound]
     for name, part in given:
         is_path = len(part) == 1 and isinstance(part[0], Path)
-        value = context.value_of(part[0]) if is_path and isinstance(part[0], Path) else _NOTHING
+        value = context.value_of(part[0]) if is_path and isinstance(part[0], Path) else NOTHING
         bound[name] = _Argument(part, value)
     return bound
 
 
-def _variable(owner: object, name: str) -> object:
-    if isinstance(owner, FrameType):
-        return variables_of(owner).get(name, _NOTHING)
-    if isinstance(owner, CellType):
-        return owner.cell_contents if owner != CellType() else _NOTHING
-    return owner.get(name, _NOTHING) if name and isinstance(owner, dict) else owner
-
-
-def _instance(value: object) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return {}
-    if isinstance(value, nn.Module):
-        return {**found, **value._parameters, **value._buffers, **value._modules}
-    return found
-
-
-def _attribute(value: object, name: str) -> object:
-    """An attribute, without running any code of the object."""
-    if value is _NOTHING:
-        return _NOTHING
-    own = _instance(value)
-    if name in own:
-        return own[name]
-    kinds: Iterable[type] = value.__mro__ if isinstance(value, type) else type(value).__mro__
-    for kind in kinds:
-        found = vars(kind).get(name, _NOTHING)
-        if found is _NOTHING:
-            continue
-        if isinstance(found, staticmethod | classmethod):
-            return found.__func__
-        if isinstance(found, MemberDescriptorType) or (isinstance(value, tuple) and hasattr(found, "__get__")):
-            try:
-                return found.__get__(value)
-            except AttributeError:  # not set
-                return _NOTHING
-        return found
-    return _NOTHING
+def _is(value: object, *kinds: type) -> bool:
+    """Whether ``value`` is of a kind. Not `isinstance`, which asks the object itself: it may stand for another one."""
+    return issubclass(type(value), kinds)
 
 
 def _is_run(value: object) -> bool:
