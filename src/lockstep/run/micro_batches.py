@@ -12,7 +12,6 @@ from typing import Final, Self
 
 from lockstep.data import Data
 from lockstep.errors import UsageError
-from lockstep.heartbeat import is_users
 
 _FOR: Final = dis.opmap["GET_ITER"]
 _RANGE: Final = type(iter(range(0)))
@@ -32,22 +31,19 @@ class MicroBatches(Iterator[Data]):
         batches: the micro-batches.
         length: their number; None: nobody knows.
         count_refused: raises an error if a script may not end the pass after a number of micro-batches.
-        share_said: says that the length is this rank's share; called where the script itself asks for the length.
     """
 
-    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length", "_share_said")
+    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length")
 
     def __init__(
         self,
         batches: Generator[Data],
         length: Callable[[], int | None],
         count_refused: Callable[[], None] = lambda: None,
-        share_said: Callable[[], None] = lambda: None,
     ) -> None:
         self._batches: Final = batches
         self._length: Final = length
         self._count_refused: Final = count_refused
-        self._share_said: Final = share_said
         # Where a function such as `enumerate` was given it, and has not asked for a micro-batch since.
         self._handed_on_at: tuple[CodeType, int] | None = None
 
@@ -75,8 +71,6 @@ class MicroBatches(Iterator[Data]):
                 "the number of micro-batches is known at the end only, as an iterable data set does "
                 "not know its length; give it a method __len__"
             )
-        if is_users(sys._getframe(1).f_code.co_filename):  # not a progress bar of a package
-            self._share_said()
         return length
 
     def close(self) -> None:
@@ -84,40 +78,19 @@ class MicroBatches(Iterator[Data]):
         self._batches.close()
 
 
-class RankCounts:
-    """What is refused and said where a script counts the micro-batches of one rank; of one run.
+def refuse_count(of: int) -> None:
+    """The script takes the first n of them by `itertools.islice`; a step has ``of`` on all ranks.
 
-    Args:
-        say: tells the user.
+    Raises:
+        UsageError: if a step has several.
     """
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say: Final = say
-        self._is_said = False
-
-    def say(self, of: int) -> None:
-        """The script asks for their number; a step has ``of`` on all ranks."""
-        if of > 1 and not self._is_said:
-            self._is_said = True
-            self._say(
-                f"len(run.train(...)) is the number of micro-batches of this rank, for a progress bar: a step has {of} "
-                "of them on all ranks together. A schedule counts steps: len(batches) is the number of an epoch, where "
-                "batches is what run.loader(...) returned"
-            )
-
-    def refuse(self, of: int) -> None:
-        """The script takes the first n of them by `itertools.islice`; a step has ``of`` on all ranks.
-
-        Raises:
-            UsageError: if a step has several.
-        """
-        if of > 1:
-            raise UsageError(
-                "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
-                f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "
-                "of ranks. Count steps: `for _ in run.steps(n):` around the loop, or `if run.step(loss) and "
-                "run.progress.step == n: break` in it"
-            )
+    if of > 1:
+        raise UsageError(
+            "itertools.islice(run.train(...), n), or zip(range(n), run.train(...)), counts micro-batches of this "
+            f"rank: one rank has {of} in a step, and several have fewer, so the steps would depend on the number "
+            "of ranks. Count steps: `for _ in run.steps(n):` around the loop, or `if run.step(loss) and "
+            "run.progress.step == n: break` in it"
+        )
 
 
 def _counts(holder: object) -> bool:

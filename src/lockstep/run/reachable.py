@@ -70,7 +70,7 @@ _HOLDERS: Final = (
     Namespace,
 )
 #: Where `torch.nn.Module` has its parts, which users know by the names within.
-_MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
+MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
 _ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
 
 
@@ -86,7 +86,12 @@ class Mark(NamedTuple):
 
 
 def look(
-    roots: Mapping[str, object], *, skip: Collection[int] = (), depth: int = 8, limit: int = 20_000
+    roots: Mapping[str, object],
+    *,
+    skip: Collection[int] = (),
+    but: tuple[type, ...] = (),
+    depth: int = 8,
+    limit: int = 20_000,
 ) -> dict[str, Mark]:
     """A mark of each number, text, tensor, array, generator and container within reach of ``roots``, by its path.
 
@@ -97,6 +102,7 @@ def look(
     Args:
         roots: objects by the names that paths begin with.
         skip: the `id` of each object that is left out, with what it holds.
+        but: kinds of objects that are left out so.
         depth: how many steps from a root.
         limit: of marks; those nearest to the roots are made.
     """
@@ -108,7 +114,7 @@ def look(
             break
         path, value, left = waiting.popleft()
         is_number = type(value) in _NUMBERS  # of which one object may be the value of many variables
-        if not is_number and id(value) in seen:
+        if not is_number and (id(value) in seen or issubclass(type(value), but)):
             continue
         if (mark := mark_of(value)) is not None:
             marks[path] = mark
@@ -309,9 +315,8 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
         if cell != CellType():  # which is not set yet
             yield f".{name}", cell.cell_contents
     for name in function.__code__.co_names:
-        known = function.__globals__.get(name)
-        if not issubclass(type(known), _NO_STATE):
-            yield f".{name}", known
+        if name in function.__globals__ and not issubclass(type(function.__globals__[name]), _NO_STATE):
+            yield f".{name}", function.__globals__[name]
 
 
 def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
@@ -326,7 +331,7 @@ def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
         for name, item in attributes.items():
-            found |= item if name in _MODULE_PARTS and type(item) is dict else {name: item}
+            found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
     yield from ((f".{name}", item) for name, item in found.items())
 
 

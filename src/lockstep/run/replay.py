@@ -8,6 +8,10 @@ differs depends on something that no checkpoint holds and that other numbers of 
 a counter of the script's own, an attribute that a forward pass changes, a cache of a data set. A replay counts for
 nothing.
 
+What these values are computed from is looked at as well, by reading the script (`lockstep.run.training_inputs`): a body
+that changes such a thing itself is refused, though no checked step may show an effect, as that of a list that is only
+drawn from when it is full.
+
 So is a random generator of the script that the body has drawn from, if its state differs then: what it draws may show
 once in many bodies only.
 
@@ -39,13 +43,16 @@ from lockstep.data import CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
 from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
+from lockstep.run.script_places import Held, changed_by
 from lockstep.run.state import State
+from lockstep.run.training_inputs import TrainingInputs, training_inputs
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
 #: micro-batches.
 _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
+_STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
 
 _NOTHING: Final = "nothing", "nothing"
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -151,6 +158,8 @@ class Play:
     def __init__(self, generators: Mapping[str, object]) -> None:
         self._notes: Final[dict[str, tuple[Any, Any]]] = {}
         self._losses = 0  # that the body gave to ``run.step`` so far
+        self.before: Held = {}  #: what the training is computed from, before the body, if that is known
+        self.after: Held = {}
         self._generators: Final = generators
         self._began: Final = {name: mark_of(generator) for name, generator in generators.items()}
         self._ended: dict[str, Mark | None] = {}
@@ -230,6 +239,9 @@ class Replays:
     def __init__(self, group: Group, state: State) -> None:
         self._group: Final = group
         self._state: Final = state
+        self._inputs: TrainingInputs | None = None  # of the loop that the script is in
+        self._readings = 0
+        self._read_at = 0
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: _Played | None = None  # what came first, of this rank's own
         self._other: _Played | None = None  # of another rank's
@@ -239,6 +251,8 @@ class Replays:
         """The micro-batch at ``position`` is handed out."""
         is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
         self.play = Play(_generators(self._state.models)) if is_compared else None
+        if self.play is not None and self._inputs is not None and position.is_replay:
+            self.play.before = self._inputs.held()
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
@@ -293,6 +307,9 @@ class Replays:
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
             play.end_body()
+            if not position.is_other_ranks:
+                self._read_script(step)
+                play.after = self._inputs.held() if self._inputs is not None else {}
             played = _Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
@@ -301,9 +318,21 @@ class Replays:
             else:
                 first, self._first = self._first, None
                 notes = first.play.notes(), play.notes()
-                if difference := _first_difference(*notes) or first.play.other_generator(play):
+                difference = (
+                    _first_difference(*notes)
+                    or first.play.other_generator(play)
+                    or changed_by(first.play.after, play.before, play.after)
+                )
+                if difference:
                     place = _place(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
+
+    def _read_script(self, step: int) -> None:
+        """What the training is computed from in this loop: read in the first ones, and then once in so many steps."""
+        if self._inputs is None and (self._readings < _FREE_PASSES or step - self._read_at >= _STEPS_A_READING):
+            self._readings += 1
+            self._read_at = step
+            self._inputs = training_inputs(sys._getframe(), self._state)
 
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
@@ -342,6 +371,11 @@ class Replays:
     def forget(self) -> None:
         """The step is over, or discarded."""
         self.play = self._first = self._other = None
+
+    def leave(self) -> None:
+        """The loop is left, with the variables of the functions in it."""
+        self.forget()
+        self._inputs = None
 
 
 class _Digest(NamedTuple):

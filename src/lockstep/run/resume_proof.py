@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -34,7 +34,7 @@ from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError
 from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
-from lockstep.run.script_state import lost, script_state
+from lockstep.run.script_state import Lost, lost, script_state
 from lockstep.run.setup import RunContext
 from lockstep.strategies import HasServerRanks, split
 
@@ -58,6 +58,7 @@ _OF_SCRIPT: Final = (
     "weights that the script holds by itself, such as the best ones, those before an epoch, an average, or a list of "
     "models, in a variable that it makes again"
 )
+_OF_INPUT: Final = "a variable of the script, on which a later step depends"
 _OF_SAMPLES: Final = "what the data set, its sampler or order= depends on, such as labels or a count of epochs"
 _OF_LOSS: Final = (
     "what the loss is computed from: a model beside run.model(...), such as a teacher or an average of the weights; a "
@@ -159,7 +160,7 @@ class ResumeProof:
             of_script = lost(expected.get("script", {}), found["script"])
             more = len(of_script.plain) - _MOST_LISTED
             listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
-            self._refuse(_first_difference(expected, found, of_script.weights), listed)
+            self._refuse(_first_difference(expected, found, of_script), listed)
         if saved is not None:
             self._checkpointer.note_next_step(saved, found)
 
@@ -309,8 +310,8 @@ def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return next((name for name, value in before.items() if now.get(name, value) != value), None)
 
 
-def _first_difference(before: StateTree, now: StateTree, weights: Sequence[str]) -> _Difference | None:
-    """What differs first, in the order in which a step is made; then variables with other ``weights`` of the script."""
+def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
+    """What differs first, in the order in which a step is made; then what variables of the script have lost."""
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)
@@ -336,8 +337,10 @@ def _first_difference(before: StateTree, now: StateTree, weights: Sequence[str])
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
         return _Difference(f"{name} {values}", _OF_BODY, 0)
-    if weights:
-        return _Difference(f"{', '.join(weights)} held other weights when it began", _OF_SCRIPT)
+    if of_script.weights:
+        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
+    if of_script.inputs:
+        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
     return None
 
 

@@ -46,7 +46,6 @@ from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import call_site
 from lockstep.run.point_marks import PointMarks
 from lockstep.run.rank_operations import RankOperations
-from lockstep.run.rank_reads import RankReads
 from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.resume_proof import ResumeProof
@@ -213,7 +212,6 @@ class Run:
         )
         serving = context.settings.strategy if isinstance(context.strategy, HasServerRanks) else None
         self._ranks: Final = RankOperations(group, context.world, context.metrics, context.leaves.agree, serving)
-        self._rank_reads: Final = RankReads(self.say)
         self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(
             context,
@@ -241,15 +239,11 @@ class Run:
     @property
     def rank(self) -> int:
         """This rank's number, from 0."""
-        if not self._start.done:
-            self._rank_reads.look(sys._getframe(1), "rank")
         return self._context.group.rank
 
     @property
     def world_size(self) -> int:
         """How many ranks there are; in a replay of a micro-batch one more, so that what depends on it is found."""
-        if not self._start.done:
-            self._rank_reads.look(sys._getframe(1), "world_size")
         if self._context.metrics.in_replay:
             self._train_step.replays.reads_world_size = True
             return self._context.group.size + 1

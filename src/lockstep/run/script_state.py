@@ -4,7 +4,7 @@
     best, bad = inf, 0                              numbers: of a schedule, or of a log only
 
 The step after a checkpoint begins at the same place of the script in a run that goes on and in one that resumes. What a
-variable has otherwise there was lost, whenever it may show.
+variable has otherwise there was lost, whenever it may show. Whether the training depends on it, the script says.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
 from lockstep.run.reachable import TENSOR_RANK, find, look, script_roots
 from lockstep.run.state import State
+from lockstep.run.training_inputs import training_inputs
 
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
 _PLAIN_DEPTH: Final = 3
@@ -35,7 +36,8 @@ class Lost(NamedTuple):
     """What variables of the script have otherwise than they had when the same step began."""
 
     weights: list[str]  #: the variables that held other weights
-    plain: list[str]  #: numbers, texts and lengths, each with both values
+    inputs: list[str]  #: what the training is computed from, each in words with both values
+    plain: list[str]  #: other numbers, texts and lengths, each with both values
 
 
 def script_state(frame: FrameType | None, state: State) -> StateTree:
@@ -48,8 +50,15 @@ def script_state(frame: FrameType | None, state: State) -> StateTree:
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     roots = {name: value for name, value in roots.items() if id(value) not in skip}
     marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
+    inputs = training_inputs(frame, state).held()
     return {
         "variables": sorted(roots),
+        "inputs": {
+            path: {"value": str(mark.seen)[:_SHOWN], "of": what}
+            for path, (mark, what) in inputs.items()
+            # A dict may be a cache, which is filled again.
+            if mark.rank != TENSOR_RANK and mark.kind not in ("dict", "set")
+        },
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {
             path: str(mark.seen)[:_SHOWN]
@@ -87,6 +96,17 @@ def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
     there = set(now.get("variables", ()))
     had, has = (each.get("weights", {}) for each in (before, now))
     weights = [name for name, held in had.items() if name in there and has.get(name, "") != held]
+    was, is_now = (each.get("inputs", {}) for each in (before, now))
+    other = {path: (was[path]["value"], held) for path, held in is_now.items() if path in was}
+    inputs = {
+        path: f"{path}, which {held['of']} depends on, was {value} when it began, and is {held['value']} now"
+        for path, (value, held) in other.items()
+        if value != held["value"]
+    }
     was, is_now = (each.get("plain", {}) for each in (before, now))
-    plain = [f"{path} ({was[path]}, now {value})" for path, value in is_now.items() if was.get(path, value) != value]
-    return Lost(weights, plain)
+    plain = [
+        f"{path} ({was[path]}, now {value})"
+        for path, value in is_now.items()
+        if path not in inputs and was.get(path, value) != value
+    ]
+    return Lost(weights, list(inputs.values()), plain)

@@ -13,11 +13,13 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM, SAVE_ONLY
 from lockstep.run.identity import compare_devices, compare_ranks, device_of_bits
 from lockstep.run.left_behind import LeftBehind
+from lockstep.run.rank_reads import require_no_ranks
 from lockstep.run.resume_proof import ResumeProof
 from lockstep.run.run_log import RunLog
 from lockstep.run.script_options import ScriptOptions
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
+from lockstep.run.training_inputs import training_inputs
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 
 
@@ -70,6 +72,7 @@ class TrainingStart:
         self._state.require_same_dtypes()
         self._state.note_attributes(self._context.device)
         self._state.look_for_schedulers(sys._getframe())
+        require_no_ranks(training_inputs(sys._getframe(), self._state), self._context.reporter.say)
         self._context.kernels.begin()
         self._identity.note_script(self._state.optimizers, self._state.models)
         self._options = ScriptOptions(self._state)

@@ -374,7 +374,7 @@ class TrainStep:
         current, self.current = self.current, None
         self.checks.run_steps = True
         self.checks.forget_point()
-        self.replays.forget()
+        self.replays.leave()
         if current is not None and not current.complete:
             self._losses.clear()
             self._closures.discard()

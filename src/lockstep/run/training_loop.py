@@ -15,7 +15,7 @@ from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.left_out_samples import LeftOutSamples
 from lockstep.run.loaders import Loaders, refuse_uneven
-from lockstep.run.micro_batches import MicroBatches, RankCounts
+from lockstep.run.micro_batches import MicroBatches, refuse_count
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import OuterLoop
 from lockstep.run.reachable import changed, look, script_roots
@@ -56,7 +56,6 @@ class TrainingLoop:
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
-        self._counts: Final = RankCounts(context.reporter.say)
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
 
@@ -164,8 +163,7 @@ class TrainingLoop:
         return MicroBatches(
             generator,
             lambda: self._length(data_loaders, begins, steps),
-            lambda: self._counts.refuse(self._most_of_a_step(data_loaders)),
-            lambda: self._counts.say(self._most_of_a_step(data_loaders)),
+            lambda: refuse_count(self._most_of_a_step(data_loaders)),
         )
 
     def _most_of_a_step(self, data_loaders: Sequence[TorchLoader]) -> int:

@@ -1,0 +1,355 @@
+"""What a function of the script computes its values from, read in its source, without the order of its lines.
+
+    ratio *= 0.995                         ratio    from ratio
+    forced = random.random() < ratio       forced   from the call of random.random, and from ratio
+    if forced:
+        loss = loss_of(x, y)               loss     from the call of loss_of with x and y, and from forced
+    total += loss.item()                   total    from total and loss
+    run.step(loss)                         a call   of run.step, with loss
+
+A value also depends on the conditions under which it is set, and on those under which a loop around it is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Final, NamedTuple
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_EXITS: Final = (ast.Break, ast.Continue, ast.Return)
+
+
+class Path(NamedTuple):
+    """A variable that is read, or an attribute of it: ``self.pool.images``."""
+
+    root: str
+    attributes: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """As the script writes it."""
+        return ".".join((self.root, *self.attributes))
+
+    @property
+    def owner(self) -> Path:
+        """What has the last attribute."""
+        return Path(self.root, self.attributes[:-1])
+
+
+class Call(NamedTuple):
+    """A call whose value is read."""
+
+    function: tuple[Read, ...]  #: a `Path`, or what the function itself is computed from
+    arguments: tuple[tuple[Read, ...], ...]
+    keywords: tuple[tuple[str, tuple[Read, ...]], ...]  #: the name is "" for `**options`
+    is_starred: bool  #: has `*arguments`
+    line: int
+
+    @property
+    def every(self) -> tuple[Read, ...]:
+        """What all that it is given is computed from."""
+        return self.without(())
+
+    def without(self, keywords: Collection[str]) -> tuple[Read, ...]:
+        """So without what is given by some ``keywords``."""
+        named = (part for name, part in self.keywords if name not in keywords)
+        return tuple(read for part in (*self.arguments, *named) for read in part)
+
+
+Read = Path | Call
+
+
+class Use(NamedTuple):
+    """A call, or a value that is written into an object, with what decides whether that happens."""
+
+    read: Call | None
+    target: Path | None  #: the object that is written to
+    value: tuple[Read, ...]
+    conditions: tuple[Read, ...]
+    loop: int  #: the innermost loop around it, as an index into `Reads.exits`; 0 for none
+    line: int
+
+
+class Loop(NamedTuple):
+    """The lines of a loop."""
+
+    first: int
+    last: int
+    fresh: frozenset[str]  #: variables that each turn sets anew, before it reads them
+
+
+@dataclass
+class Reads:
+    """Of one function, or of a module's own lines."""
+
+    parameters: ast.arguments | None = None
+    set_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable, or a path of attributes
+    filled_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable: what its methods are given
+    returned: list[Read] = field(default_factory=list)
+    uses: list[Use] = field(default_factory=list)
+    exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
+    loops: list[Loop] = field(default_factory=list)
+    outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
+
+    def fresh_at(self, line: int) -> frozenset[str]:
+        """The variables that each turn of the innermost loop around a ``line`` sets before it reads them."""
+        around = [loop for loop in self.loops if loop.first <= line <= loop.last]
+        return min(around, key=lambda loop: loop.last - loop.first).fresh if around else frozenset()
+
+
+@functools.lru_cache(maxsize=512)
+def reads_of(code: CodeType) -> Reads | None:
+    """What the function with this ``code`` reads; None where its source cannot be had."""
+    node = _nodes(code.co_filename).get((code.co_name, code.co_firstlineno))
+    if node is None:
+        return None
+    reader = _Reader()
+    if isinstance(node, ast.Lambda):
+        reader.reads.parameters = node.args
+        reader.reads.returned += reader.expression(node.body)
+    else:
+        if not isinstance(node, ast.Module):
+            reader.reads.parameters = node.args
+        reader.block(node.body)
+    return reader.reads
+
+
+@functools.lru_cache(maxsize=64)
+def _nodes(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
+    """The functions of a source file, by what their code says of its name and first line."""
+    try:
+        module = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found: dict[tuple[str, int], _Function | ast.Module] = {("<module>", 1): module, ("<module>", 0): module}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name, first] = node
+    return found
+
+
+class _Reader:
+    """Goes through the statements of one function, but not through those of functions within."""
+
+    def __init__(self) -> None:
+        self.reads: Final = Reads()
+        self._conditions: tuple[Read, ...] = ()
+        self._loop = 0
+
+    def block(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._assign(target, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._assign(target, value)
+            case ast.AugAssign(target=target, value=value):
+                self._bind(target, [*self.expression(target), *self.expression(value)])
+            case (
+                ast.For(target=target, iter=items, body=body, orelse=orelse)
+                | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)
+            ):
+                read = self.expression(items)
+                self._bind(target, read)
+                self._enter_loop(node, body, read)
+                self.block(orelse)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self._enter_loop(node, body, self.expression(test))
+                self.block(orelse)
+            case ast.If(test=test, body=body, orelse=orelse):
+                read = self.expression(test)
+                if any(isinstance(inner, _EXITS) for inner in _within(node)):
+                    self.reads.exits[self._loop] += (*self._conditions, *read)
+                self._under(read, body)
+                self._under(read, orelse)
+            case ast.Match(subject=subject, cases=cases):
+                read = self.expression(subject)
+                for case in cases:
+                    for name in (n.name for n in ast.walk(case.pattern) if isinstance(n, ast.MatchAs | ast.MatchStar)):
+                        self._set(name or "_", read)
+                    self._under([*read, *(self.expression(case.guard) if case.guard else ())], case.body)
+            case ast.Try() | ast.TryStar():
+                self.block(node.body)
+                for handler in node.handlers:
+                    self.block(handler.body)
+                self.block([*node.orelse, *node.finalbody])
+            case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
+                for item in managers:
+                    read = self.expression(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._bind(item.optional_vars, read)
+                self.block(body)
+            case ast.Return(value=ast.expr() as value):
+                self.reads.returned += (*self.expression(value), *self._conditions)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                self.reads.outer.update(names)
+            case ast.Expr(value=value):
+                self.expression(value)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass  # the object says more, once there is one
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    if isinstance(child, ast.expr):
+                        self.expression(child)
+
+    def _under(self, conditions: Iterable[Read], body: Sequence[ast.stmt]) -> None:
+        before, self._conditions = self._conditions, (*self._conditions, *conditions)
+        self.block(body)
+        self._conditions = before
+
+    def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
+        before, self._loop = self._loop, len(self.reads.exits)
+        self.reads.exits.append([])
+        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, frozenset(_fresh(node))))
+        self._under(read, body)
+        self._loop = before
+
+    # ---- what is set -------------------------------------------------------------------------------------------
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), ast.Tuple(elts=values)) if len(targets) == len(
+                values
+            ) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
+                for one, its_value in zip(targets, values, strict=True):
+                    self._assign(one, its_value)
+            case _:
+                self._bind(target, self.expression(value))
+
+    def _bind(self, target: ast.expr, read: list[Read]) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._set(name, read)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for one in targets:
+                    self._bind(one, read)
+            case ast.Starred(value=one):
+                self._bind(one, read)
+            case ast.Attribute(value=owner):
+                if (path := _path(target)) is not None:
+                    self._set(path.text, read)
+                self._write(owner, read, target.lineno)
+            case ast.Subscript(value=owner, slice=place):
+                read = [*read, *self.expression(place)]
+                if (path := _path(owner)) is not None:
+                    self._set(path.text, read)
+                self._write(owner, read, target.lineno)
+
+    def _set(self, name: str, read: Iterable[Read]) -> None:
+        self.reads.set_from.setdefault(name, []).extend((*read, *self._conditions))
+
+    def _write(self, owner: ast.expr, read: Sequence[Read], line: int) -> None:
+        while isinstance(owner, ast.Subscript):
+            owner = owner.value
+        if (path := _path(owner)) is not None:
+            self.reads.uses.append(Use(None, path, tuple(read), self._conditions, self._loop, line))
+
+    # ---- what is read ------------------------------------------------------------------------------------------
+
+    def expression(self, node: ast.expr) -> list[Read]:
+        """What the value of an expression is computed from."""
+        match node:
+            case ast.Name(id=name):
+                return [Path(name)]
+            case ast.Attribute(value=owner):
+                path = _path(node)
+                return [path] if path is not None else self.expression(owner)
+            case ast.Call():
+                return [self._call(node)]
+            case ast.NamedExpr(target=target, value=value):
+                read = self.expression(value)
+                self._bind(target, read)
+                return read
+            case ast.Lambda(args=parameters, body=body):
+                own = {one.arg for one in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)}
+                return [one for one in self.expression(body) if not (isinstance(one, Path) and one.root in own)]
+            case ast.ListComp(generators=parts) | ast.SetComp(generators=parts) | ast.GeneratorExp(generators=parts):
+                return [*self._parts(parts), *self.expression(node.elt)]
+            case ast.DictComp(generators=parts, key=key, value=value):
+                return [*self._parts(parts), *self.expression(key), *self.expression(value)]
+            case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
+                read = self.expression(value)
+                self.reads.returned += (*read, *self._conditions)
+                return read
+            case _:
+                return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
+
+    def _child(self, node: ast.AST) -> list[Read]:
+        if isinstance(node, ast.expr):
+            return self.expression(node)
+        return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
+
+    def _parts(self, parts: Sequence[ast.comprehension]) -> list[Read]:
+        read: list[Read] = []
+        for part in parts:
+            items = self.expression(part.iter)
+            self._bind(part.target, items)
+            read += items
+            for test in part.ifs:
+                read += self.expression(test)
+        return read
+
+    def _call(self, node: ast.Call) -> Call:
+        call = Call(
+            tuple(self.expression(node.func)),
+            tuple(tuple(self.expression(one)) for one in node.args),
+            tuple((one.arg or "", tuple(self.expression(one.value))) for one in node.keywords),
+            any(isinstance(one, ast.Starred) for one in node.args),
+            node.lineno,
+        )
+        self.reads.uses.append(Use(call, None, (), self._conditions, self._loop, node.lineno))
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=name)) if call.arguments or call.keywords:
+                self.reads.filled_from.setdefault(name, []).extend((*call.every, *self._conditions))
+        return call
+
+
+def _path(node: ast.expr) -> Path | None:
+    attributes: list[str] = []
+    while isinstance(node, ast.Attribute):
+        attributes.append(node.attr)
+        node = node.value
+    return Path(node.id, tuple(reversed(attributes))) if isinstance(node, ast.Name) else None
+
+
+def _within(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement's blocks, but not those of functions within."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from _within(child)
+
+
+def _fresh(node: ast.For | ast.AsyncFor | ast.While) -> set[str]:
+    seen: set[str] = set()
+    fresh: set[str] = set()
+    if isinstance(node, ast.For | ast.AsyncFor):
+        fresh |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
+    for statement in _straight(node.body):
+        names = [name for name in ast.walk(statement) if isinstance(name, ast.Name)]
+        if isinstance(statement, ast.Assign):
+            read = {name.id for name in names if not isinstance(name.ctx, ast.Store)}
+            fresh |= {name.id for name in names if isinstance(name.ctx, ast.Store)} - read - seen
+        seen |= {name.id for name in names}
+    return fresh
+
+
+def _straight(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that each turn goes through, also those in `with`."""
+    for statement in statements:
+        if isinstance(statement, ast.With | ast.AsyncWith):
+            yield from _straight(statement.body)
+        else:
+            yield statement

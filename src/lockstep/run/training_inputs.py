@@ -1,0 +1,451 @@
+"""What the training of a script is computed from: its variables and attributes, found by reading the script.
+
+    for x, y in run.train(batches):
+        forced = random.random() < self.ratio       self.ratio is an input: the loss is computed from it
+        self.ratio *= 0.995
+        loss = criterion(model(x, forced), y)
+        running += loss.item()                      running is none: it goes to a print
+        run.step(loss)
+
+Begun with is what the script gives to `run.step`, writes into the run's optimizers and modules, or gives to their
+methods; and the conditions under which it does so. From there `lockstep.run.source_reads` says what is computed from
+what, through the functions, methods and modules of the script, which are found by the objects that its variables hold.
+No code of the script is run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any, Final, Literal, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.heartbeat import is_users
+from lockstep.run.kept import PlainValue
+from lockstep.run.reachable import script_frames, variables_of
+from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
+from lockstep.run.source_reads import Call, Path, Read, Reads, reads_of
+from lockstep.run.state import State
+
+_DEEPEST: Final = 12  # calls within calls
+_MOST: Final = 4000  # reads that are followed
+_OF_RANKS: Final = {"rank", "world_size"}
+#: The methods of `Run` that take what is computed, and what a training is made of. Of a loader, how samples are read
+#: changes no result.
+_STEPS: Final = {"step", "backward", "update"}
+_REGISTERS: Final = {"model", "optimizer", "scheduler"}
+_READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
+LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
+_NOTED: Final = {"step", "write"}  # what each body computes, and each turn of an outer loop
+
+
+class Given(NamedTuple):
+    """Something that the script gives to the run."""
+
+    kind: Literal["step", "write", "registered", "loader", "seed"]  #: how: see `_Follower.given`
+    what: str  #: in the script's words
+    where: str  #: a line of it
+    reads: tuple[Read, ...] = ()  #: what it is computed from
+
+
+class RankUse(NamedTuple):
+    """Something that depends on the rank, or on the number of ranks."""
+
+    given: Given
+    on: str
+
+
+@dataclass
+class TrainingInputs:
+    """The places that a training is computed from."""
+
+    places: dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]] = field(default_factory=dict)
+    #: Of each, what is computed from it.
+    ranks: list[RankUse] = field(default_factory=list)
+    skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
+    failed: str = ""  #: why the script could not be read
+
+    def held(self) -> Held:
+        """What is at these places now."""
+        return held(self.places.values(), self.skip, _STATELESS)
+
+
+def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
+    """What the script computes its training from, whose functions are running from ``frame`` outward.
+
+    Raises nothing: where its source is such that it cannot be read, nothing is known, and `TrainingInputs.failed` says
+    why.
+    """
+    follower = _Follower(state)
+    kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
+    follower.found.skip |= {*follower.trained, *map(id, kept)}
+    try:
+        for script in script_frames(frame):
+            reads = reads_of(script.f_code)
+            context = _Context(script.f_code, reads or Reads(), script.f_globals, frame=script)
+            for given in follower.given(context):
+                follower.take(context, given)
+    except Exception as error:  # noqa: BLE001 - what only looks on ends no training
+        return TrainingInputs(failed=f"{type(error).__name__}: {error}")
+    return follower.found
+
+
+class _Argument(NamedTuple):
+    """What a parameter stands for."""
+
+    reads: tuple[Read, ...]  #: in the function that calls
+    value: object  #: where it is known
+    text: str = ""  #: of a value that no variable of the caller holds
+
+
+@dataclass
+class _Context:
+    """A function whose values are asked for."""
+
+    code: CodeType
+    reads: Reads
+    variables: dict[str, Any]  #: of its module
+    frame: FrameType | None = None  #: if it is running
+    cells: dict[str, CellType] = field(default_factory=dict)
+    arguments: dict[str, _Argument] = field(default_factory=dict)
+    depth: int = 0
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The variables of a function that is running."""
+        return {} if self.frame is None else variables_of(self.frame)
+
+    def is_local(self, name: str) -> bool:
+        return name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
+
+    @functools.cached_property
+    def fresh(self) -> frozenset[str]:
+        return frozenset() if self.frame is None else self.reads.fresh_at(self.frame.f_lineno)
+
+    def value_of(self, path: Path) -> object:
+        """What a path leads to, as far as that is known without running anything."""
+        root = path.root
+        if root in self.arguments:
+            value = self.arguments[root].value
+        elif self.frame is not None:
+            value = self.held.get(root, NOTHING)
+        elif self.is_local(root):
+            # Another name of something, or a new object: only the first one is known.
+            others = self.reads.set_from.get(root, [])
+            is_name = len(others) == 1 and isinstance(others[0], Path) and others[0].root != root
+            value = self.value_of(others[0]) if is_name and isinstance(others[0], Path) else NOTHING
+        else:
+            value = NOTHING
+        if value is NOTHING and not (self.is_local(root) and self.frame is None):
+            value = variable_at(self.cells[root], "") if root in self.cells else self.variables.get(root, NOTHING)
+            value = getattr(builtins, root, NOTHING) if value is NOTHING else value
+        for name in path.attributes:
+            value = attribute_of(value, name)
+        return value
+
+
+class _Callee(NamedTuple):
+    """A function of the script that a call runs."""
+
+    function: FunctionType
+    bound: _Argument | None  #: its first argument, of a method
+
+
+_OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
+_STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
+
+
+_Key = tuple[CodeType, tuple[int, ...]]
+"""A function, and the objects that it is called with."""
+
+
+class _Follower:
+    """Goes from what is given to the run back to the places it is computed from."""
+
+    def __init__(self, state: State) -> None:
+        self.found: Final = TrainingInputs()
+        modules = [module for model in state.models for module in model.modules()]
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        schedulers = [one.scheduler for one in state.schedulers]
+        #: What a script changes to change the training.
+        lists = [optimizer.param_groups for optimizer in state.optimizers]
+        self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers)}
+        self._left: int = _MOST
+        self._running: Final[list[_Key]] = []
+        self._giving_nothing: Final[set[_Key]] = set()
+
+    # ---- what is given -----------------------------------------------------------------------------------------
+
+    def given(self, context: _Context) -> list[Given]:
+        """What a function gives to the run, itself or by the functions that it calls.
+
+        To `Run.step` ("step"), by a change of what is trained ("write"), when objects are made known to the run
+        ("registered", "loader"), or to something that seeds.
+        """
+        found: list[Given] = []
+        file = PurePath(context.code.co_filename).name
+        for use in context.reads.uses:
+            where = f"{file}:{use.line}"
+            conditions = (*use.conditions, *context.reads.exits[use.loop])
+            if use.read is not None:
+                found += self._given_by(context, use.read, where, conditions)
+            elif use.target is not None and id(context.value_of(use.target)) in self.trained:
+                what = f"what is written into {use.target.text}"
+                found.append(Given("write", what, where, (*use.value, *conditions)))
+        return found
+
+    def _given_by(self, context: _Context, call: Call, where: str, conditions: tuple[Read, ...]) -> Iterator[Given]:
+        path = call.function[0] if len(call.function) == 1 else None
+        method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
+        owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
+        what = f"{path.text}(...)" if isinstance(path, Path) else ""
+        if _is_run(owner):
+            if method in _STEPS:
+                yield Given("step", what, where, (*call.every, *conditions))
+            elif method in _REGISTERS:
+                yield Given("registered", what, where, call.every)
+            elif method == "loader":
+                yield Given("loader", what, where, call.without(_READING))
+            return
+        seeds = [name for name, _ in call.keywords if "seed" in name.lower()]
+        if isinstance(path, Path) and "seed" in path.text.rpartition(".")[2].lower():
+            yield Given("seed", what, where, call.every)
+        elif seeds:
+            reads = (read for name, part in call.keywords if name in seeds for read in part)
+            yield Given("seed", seeds[0], where, tuple(reads))
+        callees = self._callees(context, call)
+        is_module = isinstance(path, Path) and _is(context.value_of(path), nn.Module)
+        if id(owner) in self.trained and not (callees or is_module):
+            yield Given("write", what, where, call.every)
+        for callee in callees:
+            inner = self._enter(context, call, callee)
+            if inner is None:
+                continue
+            key = self._running[-1]
+            gives = [] if key in self._giving_nothing else self.given(inner)
+            for given in gives:
+                # What it computes from its parameters, the caller gives.
+                needed: list[Read] = []
+                self.take(inner, given, needed)
+                yield given._replace(reads=tuple(needed))
+            yield from (given._replace(reads=conditions) for given in gives if given.kind in _NOTED)
+            if not gives:
+                self._giving_nothing.add(key)
+            self._running.pop()
+
+    # ---- what it is computed from ------------------------------------------------------------------------------
+
+    def take(self, context: _Context, given: Given, outward: list[Read] | None = None) -> None:
+        """Note what ``given`` is computed from; what the caller knows is added to ``outward``."""
+        seen: set[Read] = set()
+        waiting = list(given.reads)
+        while waiting and self._left:
+            read = waiting.pop()
+            if read in seen:
+                continue
+            seen.add(read)
+            self._left -= 1
+            if isinstance(read, Path):
+                waiting += self._of_path(context, read, given, outward)
+            else:
+                waiting += self._of_call(context, read, given, outward)
+
+    def _of_path(self, context: _Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
+        """Note the place of a path; returns what else is to be followed in the same function."""
+        followed: list[Read] = []
+        if self._is_set_here(context, path.root):
+            followed += context.reads.set_from.get(path.root, ())
+            root = context.value_of(Path(path.root))
+            if path.root not in context.arguments and not (_is(root, *_STATELESS) or _is_ours(root)):
+                followed += context.reads.filled_from.get(path.root, ())
+        for end in range(1, len(path.attributes) + 1):
+            followed += context.reads.set_from.get(Path(path.root, path.attributes[:end]).text, ())
+        argument = context.arguments.get(path.root)
+        if argument is not None:
+            if outward is not None and len(argument.reads) == 1 and isinstance(name := argument.reads[0], Path):
+                outward.append(Path(name.root, (*name.attributes, *path.attributes)))
+            elif outward is not None:
+                outward += argument.reads
+            if argument.text:
+                self._note(
+                    context,
+                    Place(argument.value, "", path.attributes, ".".join((argument.text, *path.attributes))),
+                    given,
+                )
+        elif context.frame is not None and context.code.co_flags & _OPTIMIZED:
+            if path.root in context.held:
+                if path.root not in context.fresh:
+                    self._note(context, Place(context.frame, path.root, path.attributes, path.text), given)
+            elif not context.is_local(path.root):
+                self._note(context, Place(context.variables, path.root, path.attributes, path.text), given)
+        elif path.root in context.cells:
+            self._note(context, Place(context.cells[path.root], "", path.attributes, path.text), given)
+        elif not context.is_local(path.root) and path.root not in context.fresh:
+            self._note(context, Place(context.variables, path.root, path.attributes, path.text), given)
+        value = context.value_of(path)
+        if _is(value, FunctionType, MethodType):
+            followed += self._of_call(context, Call((path,), (), (), True, 0), given, outward)
+        return followed
+
+    def _is_set_here(self, context: _Context, name: str) -> bool:
+        return context.is_local(name) or name in context.reads.outer or not context.code.co_flags & _OPTIMIZED
+
+    def _of_call(self, context: _Context, call: Call, given: Given, outward: list[Read] | None) -> list[Read]:
+        """What the value of a call is computed from, in terms of the function that calls."""
+        every = call.every
+        path = call.function[0] if len(call.function) == 1 else None
+        if not isinstance(path, Path):
+            return [*call.function, *every]
+        owner = context.value_of(path.owner) if path.attributes else NOTHING
+        if _is_run(owner):
+            return []  # what it returns is the same on all ranks, or is checked elsewhere
+        if path.text == "len" and any(self._is_pass(context, read) for read in every):
+            self.found.ranks.append(RankUse(given, LENGTH))
+        followed: list[Read] = []
+        known = [self._take_returned(context, call, one, given, followed) for one in self._callees(context, call)]
+        value = context.value_of(path)
+        if any(known) and not _is(value, nn.Module, type, functools.partial):
+            return followed
+        if _is(owner, ModuleType) or value is getattr(builtins, path.text, None):
+            return [*followed, *every]
+        # Of a method that cannot be read, the object; of a function, itself; and what they are given.
+        receiver = path.owner if path.attributes else path
+        return [*followed, *every, *([] if _is(value, nn.Module, type) else [receiver])]
+
+    def _is_pass(self, context: _Context, read: Read) -> bool:
+        if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
+            return False
+        return path.attributes[-1:] == ("train",) and _is_run(context.value_of(path.owner))
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def _callees(self, context: _Context, call: Call) -> list[_Callee]:
+        """The functions of the script that a call runs."""
+        if len(call.function) != 1 or not isinstance(path := call.function[0], Path):
+            return []
+        value = context.value_of(path)
+        reads: tuple[Read, ...] = (path,)
+        while isinstance(value, functools.partial):
+            value = value.func
+        if isinstance(value, MethodType):
+            return _of_script(value.__func__, _Argument((), value.__self__, path.text))
+        if isinstance(value, FunctionType):
+            if not path.attributes:
+                return _of_script(value, None)
+            owner = context.value_of(path.owner)
+            is_method = not _is(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
+            return _of_script(value, _Argument((path.owner,), owner) if is_method else None)
+        if isinstance(value, nn.Module):
+            named = [(f"{path.text}.{name}" if name else path.text, one) for name, one in value.named_modules()]
+            return [c for text, one in named for c in _of_script(type(one).forward, _Argument((), one, text))]
+        if isinstance(value, type):
+            return _of_script(getattr(value, "__init__", None), _Argument((), NOTHING))
+        called = attribute_of(value, "__call__")
+        return _of_script(called, _Argument(reads, value)) if isinstance(called, FunctionType) else []
+
+    def _enter(self, context: _Context, call: Call, callee: _Callee) -> _Context | None:
+        """The function that is called, with what its parameters stand for; None where it is to be left alone."""
+        function, _ = callee
+        reads = reads_of(function.__code__)
+        if reads is None or context.depth >= _DEEPEST:
+            return None
+        arguments = _bind(context, call, callee, reads)
+        key = function.__code__, tuple(id(one.value) for one in arguments.values())
+        if key in self._running:
+            return None
+        self._running.append(key)
+        closure = function.__closure__ or ()
+        cells = dict(zip(function.__code__.co_freevars, closure, strict=False))
+        return _Context(
+            function.__code__, reads, function.__globals__, cells=cells, arguments=arguments, depth=context.depth + 1
+        )
+
+    # ---- places ------------------------------------------------------------------------------------------------
+
+    def _note(self, context: _Context, place: Place, given: Given) -> None:
+        """``given`` is computed from what is at ``place``, unless an object on the way says more, or the run has it."""
+        value = variable_at(place.owner, place.name)
+        for number, name in enumerate(place.attributes):
+            if _is_run(value):
+                if name in _OF_RANKS:
+                    self.found.ranks.append(RankUse(given, f"run.{name}"))
+                return
+            if _is(value, ModuleType) and not _is_script(attributes_of(value).get("__file__") or "<frozen"):
+                return
+            following = attribute_of(value, name)
+            if isinstance(following, property):
+                text = ".".join((place.text.split(".")[0], *place.attributes[:number]))
+                for callee in _of_script(following.fget, _Argument((), value, text)):
+                    self._take_returned(context, Call((), (), (), False, 0), callee, given, [])
+                return
+            value = following
+        is_known = value is NOTHING or _is(value, *_STATELESS) or _is_ours(value) or id(value) in self.trained
+        if given.kind in _NOTED and not is_known:
+            self.found.places.setdefault(place.key, (place, given.what))
+
+    def _take_returned(self, context: _Context, call: Call, callee: _Callee, given: Given, outward: list[Read]) -> bool:
+        """Note what the value of a function is computed from; whether its source is known."""
+        inner = self._enter(context, call, callee)
+        if inner is None:
+            return False
+        self.take(inner, given._replace(reads=tuple(inner.reads.returned)), outward)
+        self._running.pop()
+        return True
+
+
+_is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
+
+
+def _of_script(function: object, bound: _Argument | None) -> list[_Callee]:
+    if not isinstance(function, FunctionType):  # such as `functools.lru_cache` makes
+        function = attribute_of(function, "__wrapped__")
+    if isinstance(function, FunctionType) and _is_script(function.__code__.co_filename):
+        return [_Callee(function, bound)]
+    return []
+
+
+def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[str, _Argument]:
+    """What each parameter of a function stands for."""
+    parameters = reads.parameters
+    if parameters is None:
+        return {}
+    names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    others = [one.arg for one in parameters.kwonlyargs]
+    every = call.every
+    rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
+    bound = {name: _Argument(every, NOTHING) for name in rest}
+    is_loose = call.is_starred or any(not name for name, _ in call.keywords)
+    bound |= {name: _Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
+    function, own = callee
+    defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    if not is_loose:
+        for name, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
+            bound[name] = _Argument((), value, f"{function.__name__}'s {name}")
+    if own is not None and names:
+        bound[names.pop(0)] = own
+    given = [] if call.is_starred else list(zip(names, call.arguments, strict=False))
+    given += [(name, part) for name, part in call.keywords if name in bound]
+    for name, part in given:
+        is_path = len(part) == 1 and isinstance(part[0], Path)
+        value = context.value_of(part[0]) if is_path and isinstance(part[0], Path) else NOTHING
+        bound[name] = _Argument(part, value)
+    return bound
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """Whether ``value`` is of a kind. Not `isinstance`, which asks the object itself: it may stand for another one."""
+    return issubclass(type(value), kinds)
+
+
+def _is_run(value: object) -> bool:
+    return type(value).__module__ == "lockstep.run.run"
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.partition(".")[0] == "lockstep"

@@ -1,0 +1,314 @@
+"""What a script computes its training from is found in its source: state of a body, lost variables, ranks."""
+
+import runpy
+import textwrap
+
+import pytest
+import torch
+
+from lockstep.errors import CheckpointError, UsageError
+
+SCRIPT = """
+import collections, functools, random, time
+import torch
+from torch import nn
+from torch.nn import functional as F
+import lockstep
+
+{setup}
+
+def main(run):
+    model = run.model(nn.Linear(3, 2))
+    optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.loader((torch.randn(16, 3), torch.arange(16) % 2), global_batch=8, micro_batch=2)
+{before}
+    for epoch in run.epochs(3):
+        for x, y in run.train(batches):
+{body}
+{after}
+
+with lockstep.Run(seed=0) as run:
+    main(run)
+"""
+
+
+def play(tmp_path, body, setup="", before="", after=""):
+    """Run a script with these parts, on one rank."""
+    parts = {"setup": textwrap.dedent(setup), "before": indent(before, 4), "body": indent(body, 12)}
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(**parts, after=indent(after, 8)))
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def indent(text, spaces):
+    return textwrap.indent(textwrap.dedent(text), " " * spaces)
+
+
+STEP = "run.step(F.cross_entropy(model(x), y))"
+# In none of these does a loss differ within the run: 1e9 is never reached, and what is drawn is never small enough.
+CARRIED = {
+    "variable": (
+        "scale = 0.0",
+        "scale += 1\nrun.step(F.cross_entropy(model(x), y) * (2 if scale > 1e9 else 1))",
+        "scale",
+    ),
+    "by another name": ("n = 0", f"n += 1\nstop = n > 1e9\nif not stop:\n    {STEP}", "n"),
+    "condition of break": ("n = 0", f"n += 1\nif n > 1e9:\n    break\n{STEP}", "n"),
+    "list": (
+        "last = []",
+        "loss = F.cross_entropy(model(x), y)\nlast.append(loss.item())\n"
+        "if len(last) > 1e9:\n    loss = loss * 0.1\nrun.step(loss)",
+        "the length of last",
+    ),
+    "learning rate": ("n = 0", f"n += 1\nif n > 1e9:\n    optimizer.param_groups[0]['lr'] = 0.1\n{STEP}", "n"),
+    "temporary list": (
+        "pool = []",
+        "parts = []\nfor row in x:\n    pool.append(row)\n    parts.append(pool[0] if len(pool) > 1e9 else row)\n"
+        "run.step(F.cross_entropy(model(torch.stack(parts)), y))",
+        "the length of pool",
+    ),
+    "lambda": ("n = [0]\nnow = lambda: n[0]", f"n[0] += 1\nif now() < 1e9:\n    {STEP}", "n[0]"),
+}
+SETUPS = {
+    "object": """
+        class Pool:
+            def __init__(self):
+                self.seen, self.size = [], 10**9
+            def query(self, x):
+                self.seen.append(x)
+                return self.seen[0] if len(self.seen) > self.size else x
+        pool = Pool()
+        def change(x): return pool.query(x)
+    """,
+    "called object": """
+        class Warm:
+            n = 0
+            def __call__(self, x):
+                self.n += 1
+                return x if self.n < 1e9 else 2 * x
+        change = Warm()
+    """,
+    "global": """
+        n = 0
+        def change(x):
+            global n
+            n += 1
+            return x if n < 1e9 else 2 * x
+    """,
+    "closure": """
+        def make():
+            n = 0
+            def change(x):
+                nonlocal n
+                n += 1
+                return x if n < 1e9 else 2 * x
+            return change
+        change = make()
+    """,
+    "decorated": """
+        class Count: n = 0
+        count = Count()
+        def limited(function):
+            @functools.wraps(function)
+            def inner(x):
+                count.n += 1
+                return function(x) if count.n < 1e9 else x
+            return inner
+        @limited
+        def change(x): return x
+    """,
+    "property": """
+        class Box:
+            n = 0
+            @property
+            def late(self): return self.n > 1e9
+        box = Box()
+        def change(x):
+            box.n += 1
+            return 2 * x if box.late else x
+    """,
+    "module": """
+        class Layer(nn.Module):
+            n = 0
+            def forward(self, x):
+                self.n += 1
+                return 2 * x if self.n > 1e9 else x
+        change = Layer()
+    """,
+    "default": """
+        def change(x, seen=[]):
+            seen.append(1)
+            return 2 * x if len(seen) > 1e9 else x
+    """,
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_a_body_changes_and_computes_with_is_refused_before_it_shows(tmp_path, name):
+    before, body, named = CARRIED[name]
+    with pytest.raises(UsageError, match="depends on something that it changes itself") as caught:
+        play(tmp_path, body, before=before)
+    assert f", and {named}, which " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_so_is_what_its_functions_and_objects_hold(tmp_path, name):
+    with pytest.raises(UsageError, match="depends on something that it changes itself"):
+        play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=SETUPS[name])
+
+
+HARMLESS = {
+    "log": (
+        "total, losses, seen = 0.0, [], collections.Counter()",
+        """
+        loss = F.cross_entropy(model(x), y)
+        total += loss.item()
+        losses.append(loss.item())
+        seen.update(y.tolist())
+        if len(losses) % 2 == 0:
+            print(total / len(losses), seen)
+        run.step(loss)
+        """,
+    ),
+    "step counted where it is done": ("n = 0", f"if n > 1e9:\n    break\nif {STEP}:\n    n += 1"),
+    "cache": (
+        "known = {}",
+        "key = int(x.sum() * 1e6)\nif key not in known:\n    known[key] = x * 2\n"
+        "run.step(F.cross_entropy(model(known[key]), y))",
+    ),
+    "made anew in each body": (
+        "parts = [0]",
+        "parts = []\nfor row in x:\n    parts.append(row)\nrun.step(F.cross_entropy(model(torch.stack(parts)), y))",
+    ),
+    "carried by the run": (
+        "",
+        "n = run.carry.get('n', 0)\nrun.carry['n'] = n + 1\n"
+        "run.step(F.cross_entropy(model(x), y) * (2 if n > 1e9 else 1))",
+    ),
+    "kept by the run": (
+        "last = [0]\nrun.keep(last=last)",
+        "loss = F.cross_entropy(model(x), y) * (2 if last[0] > 1e9 else 1)\nif run.step(loss):\n    last[0] += 1",
+    ),
+    "timed": (
+        "times = []",
+        "begin = time.time()\nout = model(x)\ntimes.append(time.time() - begin)\nrun.step(F.cross_entropy(out, y))",
+    ),
+}
+HARMLESS_SETUPS = {
+    "timer around": """
+        class Timer:
+            def __init__(self): self.spent = []
+            def __enter__(self): self.begin = time.time()
+            def __exit__(self, *error): self.spent.append(time.time() - self.begin)
+        timer = Timer()
+        def change(x):
+            with timer:
+                return x * 2
+    """,
+    "counted calls": """
+        def counted(function):
+            def inner(*inputs):
+                inner.calls += 1
+                return function(*inputs)
+            inner.calls = 0
+            return inner
+        @counted
+        def change(x): return x * 2
+    """,
+    "log that hands on": """
+        class Log:
+            def __init__(self): self.values = []
+            def through(self, name, value):
+                self.values.append((name, value.mean().item()))
+                return value
+        log = Log()
+        def change(x): return log.through('x', x * 2)
+    """,
+    "statistics of a layer": """
+        class Layer(nn.Module):
+            calls, largest = 0, 0.0
+            def forward(self, x):
+                self.calls += 1
+                self.largest = max(self.largest, x.max().item())
+                return x * 2
+        change = Layer()
+    """,
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_no_loss_is_computed_from_may_change(tmp_path, name):
+    before, body = HARMLESS[name]
+    play(tmp_path, body, before=before)
+
+
+@pytest.mark.parametrize("name", HARMLESS_SETUPS)
+def test_so_may_what_functions_and_objects_note(tmp_path, name):
+    play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=HARMLESS_SETUPS[name])
+
+
+@pytest.mark.parametrize(
+    ("before", "on"),
+    [
+        ("run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1 * run.world_size))", "run.world_size"),
+        ("rate = 0.1 if run.world_size > 1 else 0.2\noptimizer.param_groups[0]['lr'] = rate", "run.world_size"),
+        ("run.scheduler(decay(optimizer, n=len(run.train(batches))))", "len(run.train(...))"),
+        ("n = len(run.train(batches))\nrun.scheduler(decay(optimizer, 2 * n))", "len(run.train(...))"),
+    ],
+)
+def test_a_training_made_from_the_number_of_ranks_is_refused(tmp_path, before, on):
+    setup = "def decay(optimizer, n): return torch.optim.lr_scheduler.StepLR(optimizer, n)"
+    with pytest.raises(UsageError, match=r"^train.py:\d+: .* is computed from .*number of ranks") as caught:
+        play(tmp_path, STEP, setup=setup, before=before)
+    assert f"is computed from {on}, " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "print(run.world_size * 2, f'{run.rank}', len(run.train(batches)))",
+        "workers = 4 // (4 * run.world_size)\nrun.loader(torch.ones(8, 3), global_batch=8, workers=workers)",
+        "mine = [1, 2, 3][run.rank :]\nmine.append(run.world_size)",
+        "device = torch.device('cpu' if run.rank >= 0 else 'meta')\nmodel.to(device)",
+    ],
+)
+def test_ranks_that_change_no_result_are_no_matter(tmp_path, before, capfd):
+    play(tmp_path, STEP, before=before)
+    assert "depends on run." not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "what"),
+    [
+        ("run.loader(torch.ones(8, 3), global_batch=8 * run.world_size)", "run.loader(...) depends on run.world_size"),
+        ("torch.manual_seed(3 + run.rank)", "torch.manual_seed(...) depends on run.rank"),
+        ("dict(seed=run.rank)", "seed depends on run.rank"),
+    ],
+)
+def test_a_batch_that_is_scaled_and_a_seed_of_a_rank_are_said(tmp_path, before, what, capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    play(tmp_path, STEP, before=before)
+    assert capfd.readouterr().err.count(f"{what}, and the result with it. Nothing needs to be scaled") == 1
+
+
+def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):
+    """The rate is set from a variable that a resume begins anew, which shows epochs later only."""
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT", str(tmp_path / "saved"))
+    monkeypatch.setenv("LOCKSTEP_SAVE_EVERY", "2 steps")
+    monkeypatch.setenv("STOP", "1")
+    stop = 'if os.environ["STOP"] == "1" and run.progress.step == 5:\n    raise InterruptedError\n'
+    after = "turn += 1\nif turn == of:\n    optimizer.param_groups[0]['lr'] = 0.01"
+    parts = {"setup": "import os", "before": "turn, of = 0, 5", "body": stop + STEP, "after": after}
+    with pytest.raises(InterruptedError):
+        play(tmp_path, **parts)
+    monkeypatch.setenv("STOP", "0")
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    words = r"turn, which what is written into optimizer.param_groups depends on, was 2 when it began, and is 1 now"
+    with pytest.raises(CheckpointError, match=words):
+        play(tmp_path, **parts)
+
+
+def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):
+    setup = "exec('def change(x, n=[0]):\\n    n[0] += 1\\n    return x')"
+    play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=setup)
+    assert torch.get_default_dtype() is torch.float32
