@@ -45,6 +45,15 @@ class StepData:
             batches.append(found)
         return iter(batches[0]) if len(batches) == 1 else _together(batches)
 
+    def again(self, loaders: Sequence[MicroBatchLoader], index: int) -> tuple[MicroBatchPosition, Data] | None:
+        """Micro-batch ``index`` of the step that is under way, whichever rank's, read once more; None for a stream."""
+        places = [(loader, *self._place(loader)) for loader in loaders]
+        batches = [self._loaders.again(loader, order, step, index) for loader, order, step, _ in places]
+        read = [batch for batch in batches if batch is not None]
+        if len(read) < len(batches):
+            return None
+        return read[0].position, read[0].data if len(read) == 1 else tuple(batch.data for batch in read)
+
     def samples_of_next_step(self, loaders: Sequence[MicroBatchLoader]) -> int | None:
         """The same for a rank that serves others and reads nothing: how many samples there are over all ranks."""
         if self._turn_is_over():
