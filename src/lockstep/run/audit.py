@@ -84,6 +84,7 @@ class Audit:
         self._group: Final = context.group
         self._plays: Final[list[Played]] = []  # of the step
         self.disputed: tuple[int, ...] = ()  #: the micro-batches that were computed to different bits
+        self._good: int | None = None  # the step up to which no audit of this process has found anything
         self._stored: list[tuple[_Stored, int]] = []  # at the end of an audited step, with checksums
 
     # ---- what is computed ----------------------------------------------------------------------------------------
@@ -101,6 +102,7 @@ class Audit:
         self.disputed = tuple(verdicts)
         if not verdicts:
             self._plays.clear()
+            self._good = self._context.position.progress.step + 1
         return not verdicts
 
     def _verdicts(self) -> dict[int, Verdict]:
@@ -113,8 +115,12 @@ class Audit:
         return {place: verdict for place, verdict in found.items() if verdict is not None}
 
     def error(self, *, reads_world_size: bool) -> MismatchError | ReplayError:
-        """The disputed micro-batches have been computed once more by all ranks: who was wrong. Collective."""
+        """The disputed micro-batches have been computed once more by all ranks: who was wrong. Collective.
+
+        Checkpoints since the last audit that found nothing are set aside.
+        """
         verdicts = self._verdicts()
+        self._context.checkpointer.go_back(self._good or 0)
         index, verdict = next(iter(verdicts.items()))
         difference = self._difference(index, verdict)
         first = next(play for play in self._plays)
@@ -155,7 +161,7 @@ class Audit:
         return AuditError(
             f"{head}: {how}. {end}. {_WHAT_TO_DO}",
             tuple(wrong),
-            f"{' and '.join(names)} of {ranks} computed wrong bits",
+            f"{' and '.join(names)} computed wrong bits",
         )
 
     def _difference(self, index: int, verdict: Verdict) -> str:
@@ -181,7 +187,8 @@ class Audit:
         return f" (which holds other bytes of {odd} than {others})" if odd else ""
 
     def _own(self) -> str:
-        return f"rank {self._group.rank} (host {socket.gethostname()}, {self._context.device})"
+        rank, ranks = self._group.rank, self._group.size
+        return f"rank {rank} of {ranks} (host {socket.gethostname()}, {self._context.device})"
 
     # ---- what is stored ------------------------------------------------------------------------------------------
 
@@ -203,6 +210,7 @@ class Audit:
         seen = [each for each in self._stored if (each[0].kind >= _IN_STEP) == between]
         self._stored = [each for each in self._stored if each[0].kind < _IN_STEP] if between else []
         step = self._context.position.progress.step
+        self._good = step if self._good is None else self._good
         for (now, found), (_, before) in zip(self._with_sums([each for each, _ in seen]), seen, strict=True):
             if found != before and now.tensor._version == now.version:
                 until = f"the {'beginning' if between else 'update'} of step {step + 1}"
@@ -210,7 +218,7 @@ class Audit:
                     f"{self._own()}: bytes of {now.name} have changed between the end of step {step} and {until}, and "
                     f"nothing has written to it: its memory, or a write past the end of something else. {_WHAT_TO_DO}",
                     (self._group.rank,),
-                    f"{self._own()} of {self._group.size} holds bytes that nothing has written",
+                    f"{self._own()} holds bytes that nothing has written",
                 )
 
     def forget(self) -> None:

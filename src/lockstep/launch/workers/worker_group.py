@@ -14,8 +14,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lockstep.formatting import format_ranks, plural
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
+from lockstep.launch.devices import Devices
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
@@ -23,6 +25,7 @@ from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.emergency_memory import has_left_state
+from lockstep.launch.host import gpu_names
 from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.request import Executable
@@ -144,6 +147,8 @@ class WorkerGroup:
         # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
         self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
         self._current = _Generation()
+        #: What the next generation's ranks run on.
+        self.devices = Devices(job.ranks)
         #: No other generation is to be started after this one.
         self.final = False
 
@@ -223,6 +228,7 @@ class WorkerGroup:
         for rank in ranks:
             world = world_of_rank(plan, placement, rank, job.run_id)
             variables = rank_environment(job, world, plan.restart, placement.interface, plan.save_only)
+            variables |= self.devices.variables()
             if self._terminal is not None and rank == self._terminal.rank:
                 variables[TERMINAL] = self._terminal.begin(job.log(rank))
             specs.append(RankSpec(rank, variables, str(job.log(rank))))
@@ -433,10 +439,28 @@ class WorkerGroup:
             hung,
             self._memory.reason,
         )
+        self._leave_out_accused()
         if (memory := self._left_in) is not None and self.failed:
             current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
         if current.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
             self._screen.say(note)
+
+    def _leave_out_accused(self) -> None:
+        """Ranks of this node that were found to compute wrong bits: the next generation goes on without their devices.
+
+        Without a device left, there is no next generation.
+        """
+        ranks = self._current.ranks
+        accused = {rank for each in self._current.endings if each.failure for rank in each.failure.accused}
+        if odd := sorted(rank for rank in accused if rank in ranks):
+            self.devices = self.devices.without([rank - ranks[0] for rank in odd], lambda: gpu_names(os.environ))
+            left = self.devices.can_start
+            whose = "whose device is" if len(odd) == 1 else "whose devices are"
+            self._screen.say(
+                f"wrong bits on {format_ranks(odd)}, {whose} left out from now on: {plural(left, 'rank')} of "
+                f"{self._job.ranks} can start here"
+            )
+            self.final = self.final or left == 0
 
     def _say_what_is_waited_for(self) -> None:
         """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
