@@ -79,6 +79,8 @@ GIVEN = {
     "on_nan": ("warn", "warn"),
     "nondeterministic": ("warn", "warn"),
     "replay": (False, "false"),
+    "audit": (Interval(200, "step"), "200 steps"),
+    "verify_saves": (True, "yes"),
     "check_every": (100, "100"),
     "peer_timeout_s": (30.0, "30"),
 }

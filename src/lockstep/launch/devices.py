@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from lockstep.formatting import format_ranks, plural
+from lockstep.launch.diagnosis.root_cause import RankExit
+
 
 @dataclass(frozen=True, slots=True)
 class Devices:
@@ -40,3 +43,22 @@ class Devices:
     @property
     def _free(self) -> list[int]:
         return [place for place in range(len(self.gpus) or self.ranks) if place not in self.left_out]
+
+
+def without_accused(
+    devices: Devices, endings: Sequence[RankExit], ranks: range, gpus: Callable[[], Sequence[str]]
+) -> tuple[Devices, str]:
+    """The devices for the next generation, after this node's ``ranks`` of one have ended; and what to tell the user.
+
+    They are ``devices`` without those of ranks that were found to compute wrong bits.
+    """
+    accused = {rank for ending in endings if ending.failure for rank in ending.failure.accused}
+    odd = sorted(accused.intersection(ranks))
+    if not odd:
+        return devices, ""
+    rest = devices.without([rank - ranks[0] for rank in odd], gpus)
+    whose = "whose device is" if len(odd) == 1 else "whose devices are"
+    return rest, (
+        f"wrong bits on {format_ranks(odd)}, {whose} left out from now on: {plural(rest.can_start, 'rank')} of "
+        f"{rest.ranks} can start here"
+    )

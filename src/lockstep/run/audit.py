@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -240,7 +240,7 @@ class Audit:
             for key, value in values.items()
         )
         kept = {f"keep({name}=...)": value.state_dict() for name, value in state.kept.items()}
-        kinds = (
+        kinds: tuple[Iterable[tuple[str, object]], ...] = (
             ((named.get(id(p), "a parameter"), p) for parameters in state.parameters for p in parameters),
             of_optimizers,
             ((f"the buffer {name}", buffer) for name, buffer in state.buffers),

@@ -212,11 +212,6 @@ class Loaders:
             yield batch
         self._passes.pop(id(loader), None)
 
-    def again(self, loader: MicroBatchLoader, order: int, step: int, index: int) -> MicroBatch | None:
-        """Micro-batch ``index`` of a step, whichever rank's, read once more; None for a stream."""
-        batch = loader.again(order, step, index)
-        return None if batch is None else next(on_device(iter((batch,)), self._context.device, ahead=False))
-
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.formatting import format_ranks, plural
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
-from lockstep.launch.devices import Devices
+from lockstep.launch.devices import Devices, without_accused
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
@@ -439,28 +438,16 @@ class WorkerGroup:
             hung,
             self._memory.reason,
         )
-        self._leave_out_accused()
+        self.devices, said = without_accused(
+            self.devices, current.endings, current.ranks, lambda: gpu_names(os.environ)
+        )
+        if said:
+            self._screen.say(said)
+            self.final = self.final or self.devices.can_start == 0
         if (memory := self._left_in) is not None and self.failed:
             current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
         if current.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
             self._screen.say(note)
-
-    def _leave_out_accused(self) -> None:
-        """Ranks of this node that were found to compute wrong bits: the next generation goes on without their devices.
-
-        Without a device left, there is no next generation.
-        """
-        ranks = self._current.ranks
-        accused = {rank for each in self._current.endings if each.failure for rank in each.failure.accused}
-        if odd := sorted(rank for rank in accused if rank in ranks):
-            self.devices = self.devices.without([rank - ranks[0] for rank in odd], lambda: gpu_names(os.environ))
-            left = self.devices.can_start
-            whose = "whose device is" if len(odd) == 1 else "whose devices are"
-            self._screen.say(
-                f"wrong bits on {format_ranks(odd)}, {whose} left out from now on: {plural(left, 'rank')} of "
-                f"{self._job.ranks} can start here"
-            )
-            self.final = self.final or left == 0
 
     def _say_what_is_waited_for(self) -> None:
         """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
