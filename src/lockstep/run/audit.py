@@ -140,12 +140,13 @@ class Audit:
         end = "The step was dropped before its update"
         if not wrong:
             involved = " and ".join(who) + self._apart(ranks - 1, [ranks - 1])
+            advice = "Start on three ranks or more, which can, or" if ranks == 2 else "Start"
             return AuditError(
-                f"{head}: {involved} each gave their own bits again, so one of them computes or stores wrongly, and "
-                f"{ranks} ranks cannot tell which. {end}. Start on three ranks or more, which can, or on each of the "
-                "two devices alone",
+                f"{head}: {involved} gave as many times one result as another, and the same ones again, so some of "
+                f"them compute or store wrongly, and it cannot be told which. {end}. {advice} on some of the devices "
+                "alone",
                 (),
-                f"{format_ranks(range(ranks))} compute different bits, and one of them is wrong",
+                f"{format_ranks(range(ranks))} compute different bits, and it cannot be told which are wrong",
             )
         how = ", ".join(
             f"{who[rank]} gave other bits {'once' if rank in unsteady else 'each time'}{self._apart(rank, wrong)}"
