@@ -327,9 +327,10 @@ def main() -> None:
     if given.rounds:
         rounds = run_ranks(timed, given.ranks, given.rounds, given.steps, given.width, timeout_s=3600)[0]
         ratios = [took["audited"] / took["plain"] for took in rounds]
+        spread = f"{min(ratios):.4f} to {max(ratios):.4f}"
         print(
-            f"with audit='200 steps', {median(ratios):.4f} times the CPU seconds of a training without "
-            f"({min(ratios):.4f} to {max(ratios):.4f}, {given.rounds} rounds of {given.steps} steps, {given.ranks} ranks)"
+            f"with audit='200 steps', {median(ratios):.4f} times the CPU seconds of a training without ({spread}; "
+            f"{given.rounds} rounds of {given.steps} steps, {given.ranks} ranks)"
         )
     if given.json:
         found_all = [asdict(result) for result in results]
