@@ -14,6 +14,7 @@ and kept tensors until the next body begins. So their bytes are compared with th
 from __future__ import annotations
 
 import socket
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -193,12 +194,20 @@ class Audit:
 
     # ---- what is stored ------------------------------------------------------------------------------------------
 
-    def note_stored(self) -> None:
+    def note_stored(self) -> bool:
         """An audited step has ended: what is stored now must stay so. Two passes over the state until the next update.
 
-        Waits for the GPU.
+        Collective. Returns whether ranks hold the same of what each of them holds. Waits for the GPU.
         """
         self._stored = self._with_sums(list(self._tensors()))
+        if self._group.size == 1:
+            return True
+        part = state_part(self._context.strategy)
+        divided = {0, 1} if part is None or part.divides_models else {1} if part.of > 1 else set()
+        alike = [(each.name, found) for each, found in self._stored if each.kind not in divided]
+        return (
+            len(set(self._group.gather_objects(zlib.crc32(repr(alike).encode()), "a checksum of what is stored"))) == 1
+        )
 
     def require_stored(self, *, between: bool) -> None:
         """Check that what `note_stored` has seen holds the same bytes; with ``between``, before the next step's body.

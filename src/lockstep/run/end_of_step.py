@@ -92,10 +92,10 @@ class EndOfStep:
         is_left = self._position.is_left and not isinstance(self._context.strategy, HasServerRanks)
         return bool(self._open_step) or is_left
 
-    def finish(self, *, compares: bool = False) -> None:
+    def finish(self) -> None:
         """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
 
-        To be called where a resume can go on. With ``compares``, ranks compare what they hold, as they do now and then.
+        To be called where a resume can go on.
         """
         self._raise_error()
         step, self._open_step = self._open_step, 0
@@ -119,7 +119,7 @@ class EndOfStep:
             self._context.emergency.forget_before()
         self._log.write_recent()  # before it is saved: a resumed run has logged it
         decision = self._save_stop.after_step(step)
-        if not checked and (compares or self._compares) and not decision.saves:
+        if not checked and self._compares and not decision.saves:
             self._snapshot.compare_ranks()
         self.carry_out(decision)
         position = self._position
@@ -129,6 +129,10 @@ class EndOfStep:
         if is_shown and self._idle_devices is not None:
             self._idle_devices.look()
         self.begin_next()
+
+    def compare_ranks(self) -> None:
+        """Ranks that hold different values are named, see `RunSnapshot.compare_ranks`. Collective."""
+        self._snapshot.compare_ranks()
 
     def finish_turn(self) -> None:
         """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""

@@ -336,9 +336,9 @@ class TrainingLoop:
                 if step_is_done:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
-                    end_of_step.finish(compares=position.audited)
-                    if position.audited:
-                        train_step.audit.note_stored()
+                    end_of_step.finish()
+                    if position.audited and not train_step.audit.note_stored():
+                        end_of_step.compare_ranks()
                     # Now that the step is safe: a rank may be gone.
                     train_step.replays.compare_ranks()
                     if context.emergency.notes and end_of_step.compares_next:
