@@ -53,6 +53,7 @@ class EndOfStep:
         self.point: Final = point
         self.proof: Final = proof
         self._snapshot: Final = snapshot
+        self.compare_ranks: Final = snapshot.compare_ranks  #: see there
         self._position: Final = context.position
         self._identity: Final = context.identity
         self._loaders: Final = loaders
@@ -129,10 +130,6 @@ class EndOfStep:
         if is_shown and self._idle_devices is not None:
             self._idle_devices.look()
         self.begin_next()
-
-    def compare_ranks(self) -> None:
-        """Ranks that hold different values are named, see `RunSnapshot.compare_ranks`. Collective."""
-        self._snapshot.compare_ranks()
 
     def finish_turn(self) -> None:
         """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""
