@@ -367,8 +367,8 @@ MUTANTS = [
     mutant("run/train_step.py", "if id(scheduler.optimizer) in stepped:", "if True:", LOOP, STEP, HAND),
     mutant(
         "run/train_step.py",
-        "            self._losses.clear()\n            self._closures.discard()",
-        "            self._closures.discard()",
+        "        self._losses.clear()\n        self._closures.discard()",
+        "        self._closures.discard()",
         LOOP,
         STEP,
         MEAN,

@@ -4,12 +4,15 @@ What is changed is both the bytes, as a disk or a stranger does, and what they s
 somebody does who knows the format. `make test` takes a slice, the same one each time; `make campaign` 10,000 of each.
 """
 
+import ast
 import contextlib
 import json
+import os
 import random
 import re
 import struct
 import time
+import tomllib
 import tracemalloc
 import zlib
 from dataclasses import asdict, dataclass
@@ -27,6 +30,7 @@ from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.part_file import PartWriter, load_part, read_part_head
 from lockstep.checkpoint.whole_save import FlatTree
+from lockstep.cli.site_file import site_prices, site_table
 from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError
 from lockstep.heartbeat_message import Heartbeat, SourceLine
@@ -46,12 +50,24 @@ from lockstep.launch.rendezvous.notices import (
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.run_directory import next_generation
-from lockstep.records import object_from
+from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
+from lockstep.launch.schedulers.grid_engine import GridEngine
+from lockstep.launch.schedulers.job_script import site_defaults
+from lockstep.launch.schedulers.pbs import Pbs
+from lockstep.launch.schedulers.scheduler import text_of
+from lockstep.launch.schedulers.script_text import SITE_FILE
+from lockstep.launch.schedulers.slurm import Slurm
+from lockstep.records import object_from, read_bytes
 from lockstep.report import RanksFile, RankStatus, Status, StatusFile
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.top import table
 from lockstep.run.measures_journal import journal_in
 from lockstep.saved_run.listed import check, rows
+from lockstep.scale import LinkProfile, StepProfile, Timing, open_catalogue, predict_table, rows_table, shipped_loss
+from lockstep.scale.profile_file import read_profile, write_profile
+from lockstep.scale.published import read_rows
+from lockstep.scale.step_profile import GradientReady
+from lockstep.slurm_syntax import expand_counts, expand_hosts
 from lockstep.tune import Choice, Float, load
 from lockstep.tune.claims import TrialClaims
 from lockstep.tune.death import Death
@@ -59,6 +75,7 @@ from lockstep.tune.journal import JournalWriter, SearchPlan, journal_file
 from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
 from lockstep.tune.search import Space
 from lockstep.tune.summary import show
+from lockstep.world.world import leading_host
 
 SLICE, ALL = 60, 10_000
 MOST_S, MOST_BYTES = 1.0, 100 << 20
@@ -132,6 +149,32 @@ def of_safetensors(content, chance):
     length = int.from_bytes(content[:8], "little")
     head = of_json(content[8 : 8 + length], chance)
     return len(head).to_bytes(8, "little") + head + content[8 + length :]
+
+
+def of_toml(content, chance):
+    changed = of_values(tomllib.loads(content.decode()), chance)
+    tables = changed if isinstance(changed, dict) else {"prices": changed}
+    return "\n".join(f"{json.dumps(key)} = {toml(value)}" for key, value in tables.items()).encode()
+
+
+def toml(value):
+    """``value`` as TOML has it, in one line; what it does not have is not TOML either then."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(str(key))} = {toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
+
+
+def of_words(content, chance):
+    """A list or a table as people and schedulers write them: another number, sign or word somewhere."""
+    parts = re.split(r"(\d+|[^\w\s])", content.decode())
+    place = chance.randrange(len(parts))
+    parts[place] = chance.choice(
+        ["", "-1", "0", "1-2", "[", "]", ",", "\n", "9" * 9, "9" * 30, "9" * 5000, "0-99999999", "[0-9999][0-9999]",
+         "nan", "1e400", "(x999999999)", "\x1b]0;owned\x07", "\0", "x", parts[chance.randrange(len(parts))]]
+    )  # fmt: skip
+    return "".join(parts).encode()
 
 
 def of_slot(content, chance):
@@ -364,6 +407,113 @@ def rendezvous(text, *readers):
     return made
 
 
+def node_list(tmp_path):
+    def read(content):
+        text = content.decode(errors="replace")
+        for reader in (expand_hosts, expand_counts, leading_host):
+            with contextlib.suppress(LockstepError, ValueError):
+                assert len(str(reader(text))) < MOST_BYTES
+        for name in ("SLURM_JOB_NODELIST", "SLURM_JOB_CPUS_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
+            with contextlib.suppress(LockstepError):
+                env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", name: text}
+                Slurm().allocation(env, text_of)
+
+    return message(tmp_path, "gpu[01-03,7]-ib,login[1-2,4-5],2(x3),1", read, of_words)
+
+
+def host_file(scheduler, text, **env):
+    """A file in which a scheduler names the nodes of a job."""
+
+    def made(tmp_path):
+        path = tmp_path / "hosts"
+        path.write_text(text)
+        given = {name: str(path) if value is None else value for name, value in env.items()}
+        return Parsed(path, of_words, lambda: scheduler.allocation(given, text_of))
+
+    return made
+
+
+SITE = """
+prices = {currency = "EUR", A100 = 1.5, V100 = 1}
+slurm = {account = "a", time = "1:00:00", gpus = 2, partition = "p"}
+[predict.gpus.X100]
+tflops = {fp32 = 19.5, bf16 = 312}
+memory_gbs = 1555
+memory_gib = 40
+within = "thin"
+between = "thick"
+source = "here"
+alike = ["x 100"]
+[predict.links.thin]
+place = "within"
+gbs = 100
+latency_us = 5
+hop_us = 1
+error = 0.1
+ranks = 8
+source = "here"
+[predict.links.thick]
+place = "between"
+gbs = 12
+latency_us = 5
+hop_us = 1
+error = 0.1
+ranks = 8
+source = "here"
+"""
+
+
+def a_site_file(tmp_path):
+    path = tmp_path / SITE_FILE
+    path.write_text(SITE)
+
+    def read():
+        with contextlib.chdir(tmp_path):
+            for reader in (
+                site_prices,
+                lambda: open_catalogue(site_table("predict")).find_gpu("X100"),
+                lambda: site_defaults(JOB_SCRIPT_SCHEDULERS["slurm"], read_bytes(path).decode()),
+            ):
+                with contextlib.suppress(LockstepError, ValueError, OSError):
+                    reader()
+
+    return Parsed(path, of_toml, read)
+
+
+TOOK = Timing(0.1, 0.09, 0.12)
+STEP = StepProfile(
+    "train.py", "NVIDIA A100-SXM4-80GB", "fp32", 32, 32, 1, 30, TOOK, TOOK, TOOK, TOOK, TOOK,
+    (GradientReady("g", 4000, 0.05),), 4000, 8000, None,
+)  # fmt: skip
+
+
+def a_profile(tmp_path):
+    path = tmp_path / "profile.json"
+    write_profile(path, STEP, LinkProfile(2, 1, "gloo", (1024, 65536), (1e-4, 1e-3)))
+
+    def read():
+        step, _ = read_profile(path)
+        assert step.forward.median_s > 0
+
+    return Parsed(path, of_json, read)
+
+
+def a_table(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text(
+        "gpus_total,throughput_total,gpu,params_M,precision,batch_total\n"
+        "1,100,A100,100,FP32,32\n8,700,A100,100,FP32,256\n64,,A100,100,FP32,2048\n"
+    )
+
+    def read():
+        found, _ = predict_table(read_rows(read_bytes(path).decode("utf-8-sig"))[0], shipped_loss(), CATALOGUE, None)
+        rows_table(found)
+
+    return Parsed(path, of_words, read)
+
+
+CATALOGUE = open_catalogue()
+
 EXIT = RankExit(0, 1, 2.0, failure=FAILURE, log_tail="end", host="n1")
 RECORD = record_text(NodeReport("n", "n1", 2, addresses=("10.0.0.1",)), 3, [1])
 
@@ -400,6 +550,14 @@ PARSED = {
     "notice": rendezvous(notice_to_json(Message("text")), notice_from_json),
     "failure notice": rendezvous(notice_to_json(diagnose([EXIT], ranks=2)), notice_from_json),
     "endings": rendezvous(endings_to_json([EXIT]), endings_from_json),
+    "node list": node_list,
+    "host file of Grid Engine": host_file(
+        GridEngine(), "n1 2 all.q@n1 UNDEFINED\nn2 4 all.q@n2 UNDEFINED\n", JOB_ID="7", PE_HOSTFILE=None
+    ),
+    "node file of PBS": host_file(Pbs(), "n1\nn1\nn2\n", PBS_JOBID="7", PBS_NODEFILE=None),
+    "lockstep.toml": a_site_file,
+    "profile": a_profile,
+    "table of predict": a_table,
     "measures": lambda tmp_path: message(tmp_path, bytes(1 << 16), journal_in, of_bytes),
 }
 
@@ -439,6 +597,63 @@ def test_what_is_changed_at_random_is_a_clear_error_or_nothing(kind, tmp_path):
 @pytest.mark.parametrize("kind", PARSED)
 def test_ten_thousand_changes(kind, tmp_path):
     change(PARSED[kind](tmp_path), ALL, random.randrange(1 << 32))
+
+
+# What stands where a file should be; a link leads to what never ends.
+STRANGE_FILES = {
+    "pipe": os.mkfifo,
+    "directory": Path.mkdir,
+    "link to what never ends": lambda path: path.symlink_to("/dev/zero"),
+    "terabyte": lambda path: (path.touch(), os.truncate(path, 1 << 40)),
+    "nothing": lambda path: None,
+}
+OF_FILES = [
+    kind for kind in PARSED if kind not in ("heartbeat", "error record", "hang report", "node list", "measures")
+]
+
+
+@pytest.mark.parametrize("kind", OF_FILES)
+def test_what_is_no_file_or_has_no_end_is_a_clear_error_or_nothing(kind, tmp_path):
+    parsed = PARSED[kind](tmp_path)
+    if parsed.path.name == "message":
+        pytest.skip("no file, but for this test")
+    aside = parsed.path.rename(tmp_path / "aside")
+    for what, put in STRANGE_FILES.items():
+        put(parsed.path)
+        tracemalloc.start()
+        try:
+            with contextlib.suppress(LockstepError, ValueError, OSError):
+                parsed.read()
+            assert tracemalloc.get_traced_memory()[1] < MOST_BYTES, what
+        except BaseException as error:
+            error.add_note(what)
+            raise
+        finally:
+            tracemalloc.stop()
+        if parsed.path.is_dir():
+            parsed.path.rmdir()
+        else:
+            parsed.path.unlink(missing_ok=True)
+    aside.rename(parsed.path)
+    parsed.read()
+
+
+def test_all_that_unpickles_is_here():
+    """Only what came from a process of the same job, or from the run's private directory, is unpickled."""
+    own = {
+        "collectives/object_channel.py",  # of ranks, through gloo, as torch's own object collectives are
+        "launch/launcher.py",  # what ranks of `lockstep.launch` returned, in the run directory
+        "testing/ranks.py",  # of processes that a test has started, through a pipe
+    }
+    loads = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.load", "marshal.loads", "shelve.open"}
+    house = Path(lockstep.__file__).parent
+    found = {
+        path.relative_to(house).as_posix()
+        for path in house.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in loads
+    }
+    assert found == own
 
 
 def test_all_that_reads_json_is_here():

@@ -55,6 +55,12 @@ class MicroBatchPosition:
     step_samples: int = 1  #: samples of the whole step, over all ranks
     step: int = 0  #: within the epoch, from 0
     check: StepCheck = StepCheck.NONE  #: what is tried of it
+    audited: bool = False  #: whether its step is audited: those that are computed twice are compared before the update
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether its step is checked: what the body must not change is compared, on all ranks."""
+        return self.check is not StepCheck.NONE and not self.audited
 
     @property
     def is_replay(self) -> bool:
@@ -80,7 +86,15 @@ class MicroBatchPosition:
         """The same place of another ``step``."""
         # Spelt out, since `dataclasses.replace` would take four times as long, in each step.
         return type(self)(
-            self.index, self.of, self.last, self.is_padding, self.samples, self.step_samples, step, self.check
+            self.index,
+            self.of,
+            self.last,
+            self.is_padding,
+            self.samples,
+            self.step_samples,
+            step,
+            self.check,
+            self.audited,
         )
 
 

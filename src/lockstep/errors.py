@@ -8,6 +8,7 @@
     ├── DataError (ValueError)           a data set that cannot be divided into samples
     ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
+    │   └── AuditError                   a rank has computed wrong bits, or holds some
     ├── NonFiniteError (ArithmeticError) a loss or a gradient is nan or infinite
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
     ├── TrialStopped                     a search ends a trial early: not an error, but the way out of the objective
@@ -51,6 +52,21 @@ class UsageError(LockstepError, RuntimeError):
 
 class MismatchError(LockstepError, RuntimeError):
     """Ranks differ where they must be equal; the message names them."""
+
+
+class AuditError(MismatchError):
+    """Something was computed, or is stored, with wrong bits; the message names rank, host and device.
+
+    Args:
+        text: what is wrong.
+        accused: the ranks that were wrong; empty where it cannot be told.
+        headline: the same in one line.
+    """
+
+    def __init__(self, text: str, accused: tuple[int, ...] = (), headline: str = "") -> None:
+        super().__init__(text)
+        self.accused = accused  #: ranks that were wrong; empty where it cannot be told
+        self.headline = headline  #: what is wrong, in one line
 
 
 class NonFiniteError(LockstepError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""Records that others have written: files and messages in JSON, of which nothing is believed.
+"""Records that others have written: files and messages in JSON or TOML, of which nothing is believed.
 
     file ─► `read_bytes`: a regular one, of a size that is allowed
               │
@@ -17,6 +17,7 @@ import io
 import json
 import os
 import stat
+import tomllib
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -26,6 +27,8 @@ T = TypeVar("T")
 
 #: More than any record of Lockstep's own has, but for a journal and a manifest.
 MOST_BYTES = 16 << 20
+#: ... and more than those two have, which grow with a run.
+MOST_GROWN: int = 1 << 32
 #: Beyond it a number is none of a step, a byte, a rank or a second.
 _MOST = 1 << 63
 
@@ -73,6 +76,18 @@ def value_in(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply for a record of Lockstep's") from None
+
+
+def toml_in(text: str) -> dict[str, Any]:
+    """The tables that ``text`` is the TOML of.
+
+    Raises:
+        ValueError: if it is something else, or nested too deeply.
+    """
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply for a file of settings") from None
 
 
 def object_from(text: str | bytes) -> dict[str, Any]:

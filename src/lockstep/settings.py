@@ -289,6 +289,11 @@ class Settings:
         default=True,
         metadata=_about("now and then a micro-batch is computed twice, which must give the same; False: never"),
     )
+    audit: Interval | None = field(
+        default=None,
+        metadata=_about("how often, in steps, ranks compute a micro-batch of each other's before the update"),
+    )
+    verify_saves: bool = field(default=False, metadata=_about("what was saved is read back before it is committed"))
     check_every: int = field(
         default=500,
         metadata=_about("steps between two comparisons of the ranks' values, beside those at saves", least=1),
@@ -314,8 +319,14 @@ class Settings:
                 "mirror=True with emergency=False: the next generation of ranks would go on from the mirror, and with "
                 "emergency=False it goes on from a checkpoint; leave one of them out"
             )
-        if self.log_every is not None and self.log_every.unit != "step":
-            raise SettingError(f"log_every='{self.log_every}': give a number of steps, such as '50 steps'")
+        for name, interval in (("log_every", self.log_every), ("audit", self.audit)):
+            if interval is not None and interval.unit != "step":
+                raise SettingError(f"{name}='{interval}': give a number of steps, such as '50 steps'")
+        if self.audit is not None and not self.replay:
+            raise SettingError(
+                f"audit='{self.audit}' with replay=False: an audit computes a micro-batch twice, which a body with "
+                "effects does not allow; leave one of them out"
+            )
 
 
 _FIELDS: Mapping[str, Field[Any]] = {declared.name: declared for declared in fields(Settings)}

@@ -282,6 +282,36 @@ def test_what_cannot_be_read_now_is_not_damaged_and_nothing_older_is_taken(tmp_p
         in_memory(tree)
 
 
+class Flips(LocalFileSystem):
+    """A disk that stores one bit wrongly, of the byte that is ``left`` bytes away."""
+
+    def __init__(self, left):
+        self.left, self.flipped = left, False
+
+    def write(self, file, data):
+        if not self.flipped and self.left < len(data):
+            wrong = bytearray(data)
+            wrong[self.left] ^= 16
+            data, self.flipped = memoryview(wrong), True
+        self.left -= len(data)
+        return super().write(file, data)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 400))
+def test_a_bit_that_the_disk_stored_wrongly_is_found_before_the_commit(tmp_path_factory, at):
+    root = tmp_path_factory.mktemp("flips")
+    disk = Flips(at)
+    saves, said = checkpoints(root, disk=disk, reads_back=True)
+    saves.save(STATE, 1, {"step": 1})
+    saves.save(STATE, 2, {"step": 2})
+    saves.close()
+    assert disk.flipped
+    assert [one.step for one in list_checkpoints(root)] == [2]
+    assert "were read back with other bytes than were written" in said[0]
+    verify(list_checkpoints(root)[0].path)
+
+
 @settings(max_examples=25)
 @given(st.lists(st.none() | st.sampled_from(DAMAGES), min_size=1, max_size=4))
 def test_the_newest_is_the_last_whole_one_whatever_is_damaged(tmp_path_factory, damages):

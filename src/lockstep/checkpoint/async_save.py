@@ -105,6 +105,7 @@ class Checkpoints:
         peer_timeout_s: How long one rank's thread waits for another's.
         disk: The file system.
         clock: Seconds, from any start.
+        reads_back: Whether each rank compares what the disk holds with what it has written, before a commit.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Checkpoints:
         peer_timeout_s: float = 600.0,
         disk: FileSystem = LOCAL,
         clock: Callable[[], float] = time.monotonic,
+        reads_back: bool = False,
     ) -> None:
         self.root = root.absolute()
         self._group, self._disk, self._clock = group, disk, clock
@@ -127,7 +129,13 @@ class Checkpoints:
         self._store = group.store(f"checkpoint-{self._mark}")
         self._stager = CpuStager()
         self._writer = SaveWriter(
-            self.root, group.rank, group.size, keep=keep, protected=lambda: self._protected, disk=disk
+            self.root,
+            group.rank,
+            group.size,
+            keep=keep,
+            protected=lambda: self._protected,
+            disk=disk,
+            reads_back=reads_back,
         )
         self._saves = 0
         self._give_up = threading.Event()

@@ -91,6 +91,22 @@ def write_file(path: Path, content: Iterable[memoryview], disk: FileSystem) -> N
         disk.close(file)
 
 
+def differing(path: Path, content: Iterable[memoryview], disk: FileSystem) -> str:
+    """Where the file that was written with ``content`` holds other bytes on the disk, in words; "" if nowhere."""
+    at = 0
+    with disk.reader_of_disk(path) as file:
+        for part in content:
+            for first in range(0, len(part), _CHUNK_BYTES):
+                piece = part[first : first + _CHUNK_BYTES]
+                if file.read(len(piece)) != piece:
+                    return (
+                        f"{path}, bytes {at} to {at + len(piece)}, were read back with other bytes than were written: "
+                        "the disk, its cable or controller, or the memory between"
+                    )
+                at += len(piece)
+    return ""
+
+
 def commit(scratch: Path, manifest: Manifest, root: Path, disk: FileSystem) -> Committed:
     """Make the parts in ``scratch`` visible as one checkpoint; all of them must be written and flushed.
 

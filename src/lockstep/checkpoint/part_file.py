@@ -32,7 +32,7 @@ from lockstep.checkpoint.tensors import TensorEntry
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError
-from lockstep.records import of_kind, value_in
+from lockstep.records import of_kind, open_regular, value_in
 
 _HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, their CRC-32
 _STEP: Final = struct.Struct("<q")
@@ -308,7 +308,7 @@ def read_part_head(path: Path) -> PartHead | None:
     Raises:
         OSError: if it cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header = file.read(_HEADER.size)
         step, _, length, crc32 = _HEADER.unpack(header) if len(header) == _HEADER.size else (_NONE, 0, 0, 0)
         is_whole = step != _NONE and 0 < length <= os.fstat(file.fileno()).st_size

@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.checkpoint.commit import (
     Committed,
     commit,
+    differing,
     expired,
     list_checkpoints,
     make_directories,
@@ -101,11 +102,21 @@ class SaveWriter:
         keep: how many checkpoints retention leaves.
         protected: the steps whose checkpoints retention leaves alone, as they are when it looks.
         disk: the file system.
+        reads_back: whether what was written is compared with what the disk holds.
     """
 
     def __init__(
-        self, root: Path, rank: int, ranks: int, *, keep: int, protected: Callable[[], frozenset[int]], disk: FileSystem
+        self,
+        root: Path,
+        rank: int,
+        ranks: int,
+        *,
+        keep: int,
+        protected: Callable[[], frozenset[int]],
+        disk: FileSystem,
+        reads_back: bool,
     ) -> None:
+        self._reads_back = reads_back
         self.root = root
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
         self.next_step = NextStepFile(disk)  #: of the checkpoint that was committed last
@@ -178,10 +189,13 @@ class SaveWriter:
         try:
             if placed:
                 write_file(save.scratch / save.file.name, [memoryview(head), content], self._disk)
+            read_back = ""
+            if placed and self._reads_back:
+                read_back = differing(save.scratch / save.file.name, (memoryview(head), content), self._disk)
         except OSError as error:
             return {"why_not": self._explain(error, save)}
         return {
-            "why_not": "",
+            "why_not": read_back,
             "digest": save.digest,
             "file": save.file.name,
             "length": len(head) + save.file.length,

@@ -32,6 +32,7 @@ from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from lockstep.records import read_bytes
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
 from lockstep.settings import ResolvedSettings, Settings
@@ -354,7 +355,10 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
     site = Path(SITE_FILE)
-    text = site.read_text(encoding="utf-8") if site.exists() else ""
+    try:
+        text = read_bytes(site).decode() if site.exists() else ""
+    except (ValueError, OSError) as error:
+        raise SettingError(f"{SITE_FILE}: {error}") from None
     request = job_script.checked(request.with_defaults(job_script.site_defaults(scheduler, text)))
     run = _given(run_options(), parsed)
     requeue = [] if "--requeue" in run else ["--requeue"]

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import lockstep.scale as scale
 from lockstep.cli.site_file import site_prices, site_table
-from lockstep.errors import DataError, SettingError
+from lockstep.errors import SettingError
 from lockstep.launch import Script
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
+from lockstep.records import read_bytes
 
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
@@ -22,8 +23,8 @@ _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 def predict_rows(parsed: argparse.Namespace) -> int:
     """Predict the rows of ``--table`` from one of each group, and print them beside what was measured."""
     try:
-        rows, unread = scale.read_rows(Path(parsed.table).read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, DataError) as error:
+        rows, unread = scale.read_rows(read_bytes(parsed.table).decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
         raise SettingError(f"--table {parsed.table}: {error}") from None
     catalogue = scale.open_catalogue(site_table("predict"))
     found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor)

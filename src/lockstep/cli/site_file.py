@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError
+from lockstep.records import read_bytes, toml_in
 
 
 def site_table(name: str) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def site_table(name: str) -> dict[str, Any]:
 
     site = Path(SITE_FILE)
     try:
-        found = tomllib.loads(site.read_text(encoding="utf-8")).get(name, {}) if site.exists() else {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        found = toml_in(read_bytes(site).decode()).get(name, {}) if site.exists() else {}
+    except (ValueError, OSError) as error:
         raise SettingError(f"{SITE_FILE}: {error}") from None
     if not isinstance(found, dict):
         raise SettingError(f"{SITE_FILE}: {name} = {found!r}; write a table, [{name}]")

@@ -78,6 +78,12 @@ class IndexedLoader(MicroBatchLoader):
         return self._source.read(self._sampler.of_epoch(epoch, first_step, padding=padding, checks=checks))
 
     @override
+    def again(self, epoch: int, step: int, index: int) -> MicroBatch:
+        steps = self.steps(epoch)
+        position = self.plan.position(step, steps.step_samples(step), index, last=False)
+        return next(self._source.read(LoaderPass(epoch, steps, lambda: iter((position,)))))
+
+    @override
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
         return self._source.read(self._sampler.of_evaluation(padding=padding))
 

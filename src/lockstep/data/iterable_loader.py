@@ -23,6 +23,7 @@ from lockstep.data.sampling import (
     Padding,
     TorchLoader,
     UserDataset,
+    audited_alone,
     checked,
     count_of_steps,
     padding_of,
@@ -197,13 +198,18 @@ class IterableLoader(MicroBatchLoader):
 
 def _checked(batches: Iterable[MicroBatch], checks: CheckedSteps, step: int, *, alone: bool) -> Iterator[MicroBatch]:
     """The micro-batches of a step, which may be checked; one that is replayed is copied before the script gets it."""
-    if step not in checks:
+    drawn = None if checks.audits is None else checks.audits.draw(step)
+    if drawn is None and step not in checks:
         yield from batches
         return
     batches = list(batches)
     data = {batch.position.index: batch.data for batch in batches}
-    comes_next = alone and checks.is_second(step)
-    positions = checked([batch.position for batch in batches], replays=checks.replays, comes_next=comes_next)
+    positions = [batch.position for batch in batches]
+    if drawn is None:
+        comes_next = alone and checks.is_second(step)
+        positions = checked(positions, replays=checks.replays, comes_next=comes_next)
+    elif positions:
+        positions = audited_alone(positions, drawn)
     try:
         copies = [deepcopy(data[position.index]) for position in positions if position.is_replay]
     except (TypeError, ValueError, RuntimeError):  # of what cannot be copied

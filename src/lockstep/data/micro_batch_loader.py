@@ -72,6 +72,13 @@ class MicroBatchLoader(Protocol):
                 the same to every rank.
         """
 
+    def again(self, epoch: int, step: int, index: int) -> MicroBatch | None:
+        """Micro-batch ``index`` of a step of ``epoch``, whichever rank's, read once more. Ends an open pass.
+
+        None for a stream, in which no rank can go back.
+        """
+        return None
+
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
         """This rank's block of the micro-batches of ``epoch(0)``, for a pass in which no step is finished together.
 

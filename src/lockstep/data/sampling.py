@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition, StepCheck
 from lockstep.errors import DataError
 from lockstep.formatting import plural
+from lockstep.seeding import seed_of
 
 UserDataset = Any
 """Of the user: samples by index (``__getitem__`` and ``__len__``), or one after another (``__iter__``)."""
@@ -46,6 +47,20 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AuditedSteps:
+    """Which steps of a run are audited: one in so many, whatever pass it is in."""
+
+    every: int
+    done: int  #: steps of the run before the pass
+    seed: int
+
+    def draw(self, step: int) -> int | None:
+        """What ``step``, counted from the pass's first one, draws its micro-batches by; None: it is not audited."""
+        number = self.done + step + 1
+        return None if number % self.every else seed_of(self.seed, "audit", number)
+
+
+@dataclass(frozen=True, slots=True)
 class CheckedSteps:
     """Which steps of a pass are checked, see `StepCheck`; a step is counted from the pass's first one here."""
 
@@ -53,6 +68,7 @@ class CheckedSteps:
     every: int = 0  #: and then one in so many; 0: none
     replays: bool = True  #: whether a micro-batch of each is replayed
     of_others: bool = False  #: whether each second one replays another rank's micro-batch
+    audits: AuditedSteps | None = None  #: which are audited instead
 
     def __contains__(self, step: int) -> bool:
         return step < self.first or (self.every > 0 and step > 0 and step % self.every == 0)
@@ -103,6 +119,41 @@ def _of_next_rank(plan: BatchPlan, rank: int, samples: int) -> MicroBatchPositio
     return replace(plan.position(0, samples, following[0][0], last=False), check=StepCheck.OTHER_RANKS)
 
 
+def _audited(
+    positions: Sequence[MicroBatchPosition], plan: BatchPlan, rank: int, samples: int, drawn: int
+) -> list[MicroBatchPosition]:
+    """A rank's ``positions`` of one step that is audited: one that was ``drawn`` of each rank, another one replays.
+
+    Its replay comes just before the last one. A rank that has none audits, too: forward passes may be collective.
+    """
+    runs = {each: plan.run(each, plan.micro_batches_of(samples)) for each in range(plan.world_size)}
+    chosen = {each: run[drawn % len(run)] for each, run in runs.items() if run}
+    marked = [replace(position, audited=True) for position in positions]
+    if not marked:
+        return marked
+    marked = [
+        replace(one, check=StepCheck.REPLAYED) if one.index == chosen.get(rank) and not one.is_padding else one
+        for one in marked
+    ]
+    ranks, turn = [*chosen], drawn // plan.micro_batches
+    owner = ranks[turn % len(ranks)]
+    if rank in chosen:  # from itself, if it is alone, to the one before it
+        owner = ranks[(ranks.index(rank) + 1 + turn % max(1, len(ranks) - 1)) % len(ranks)]
+    check = StepCheck.REPLAY if owner == rank else StepCheck.OTHER_RANKS
+    replay = replace(plan.position(0, samples, chosen[owner], last=False), check=check, audited=True)
+    return [*marked[:-1], replay, marked[-1]]
+
+
+def audited_alone(positions: Sequence[MicroBatchPosition], drawn: int) -> list[MicroBatchPosition]:
+    """The same where other ranks cannot read what this one has read: it computes one of its own three times."""
+    marked = [replace(position, audited=True) for position in positions]
+    own = [number for number, position in enumerate(marked) if not position.is_padding] or [0]
+    number = own[drawn % len(own)]
+    replay = replace(marked[number], last=False, check=StepCheck.REPLAY)
+    marked[number] = replace(marked[number], check=StepCheck.REPLAYED)
+    return [*marked[:-1], replay, replay, marked[-1]]
+
+
 def epoch_positions(
     steps: EpochSteps, rank: int, *, first_step: int, padding: Padding, checks: CheckedSteps = NO_CHECKS
 ) -> Iterator[MicroBatchPosition]:
@@ -123,7 +174,10 @@ def epoch_positions(
         if (samples := steps.step_samples(step)) != size:  # of most steps it is the same
             size, positions = samples, list(_step_positions(steps.plan, rank, samples, padding))
         this = positions
-        if step - first_step in checks:
+        drawn = None if checks.audits is None else checks.audits.draw(step - first_step)
+        if drawn is not None:
+            this = _audited(positions, steps.plan, rank, size, drawn)
+        elif step - first_step in checks:
             second, alone = checks.is_second(step - first_step), steps.plan.world_size == 1
             other = _of_next_rank(steps.plan, rank, size) if second and checks.of_others else None
             this = checked(positions, replays=checks.replays, comes_next=second and alone, of_other=other)

@@ -228,6 +228,7 @@ class Agent:
         lost_peer, own_cause = workers.causes
         self._report = replace(
             self._report,
+            ranks=workers.devices.can_start,
             generation=workers.generation,
             # Until it can be reported, too, how they ended.
             running=workers.running or (workers.generation >= 0 and not workers.endings),

@@ -48,6 +48,15 @@ def visible(allowed: str | None, present: int) -> int:
     return len(_entries(allowed, present))
 
 
+def gpu_names(env: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine that a process sees, as ``CUDA_VISIBLE_DEVICES`` names them; none where one is divided.
+
+    CUDA shows a process one part of a divided one.
+    """
+    present, divided = _driver_gpus()
+    return [] if divided else _entries(env.get("CUDA_VISIBLE_DEVICES"), present)
+
+
 def _entries(allowed: str | None, present: int) -> list[str]:
     """The names of the GPUs, in the order in which CUDA numbers them."""
     if allowed is None or not present:

@@ -10,9 +10,11 @@ Line by line it can be searched, followed while it grows, and read by whatever r
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
+import stat
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.records import of_kind, value_in
+from lockstep.records import MOST_GROWN, of_kind, read_bytes, value_in
 
 _RESERVED = ("step", "wall_s")
 _MOST_WAITING = 10_000  # records for which there is no room
@@ -105,7 +107,10 @@ class MetricsFile:
             SettingError: if ``path`` is something else than a record.
             OSError: if it cannot be read.
         """
-        return [row for row, _ in _rows(path.read_bytes(), path)]
+        try:
+            return [row for row, _ in _rows(read_bytes(path, MOST_GROWN), path)]
+        except ValueError as error:
+            raise SettingError(str(error)) from None
 
     def _is_there(self, record: _Record) -> bool:
         """Whether the file holds ``record`` since before this run went on; each of those is found once."""
@@ -152,9 +157,14 @@ class MetricsFile:
         # Steps never fall within the file, so what stays is its head. Cutting needs no room on the disk, happens
         # at once or not at all, and lets a reader that follows the file go on.
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, file)
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):  # from a pipe nothing may come for ever
+                raise OSError(errno.EINVAL, "no regular file", str(self._path))
+            if found.st_size > MOST_GROWN:
+                raise OSError(errno.EFBIG, f"{found.st_size} bytes, which no run has written", str(self._path))
             with open(file, "rb", closefd=False) as stream:
                 content = stream.read()
             rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied

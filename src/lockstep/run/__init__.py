@@ -45,7 +45,7 @@ loop_checks          what the loop's body must not do; left_out_samples: micro-b
 outside_forward      methods of a model that do not train, named
 oom_advice           what to change where a GPU's memory is full
 evaluation_buffers   buffers in an evaluation are put back
-divergence           ranks that hold different values are named
+divergence           ranks that hold different values are named; audit: those that compute or store wrong bits
 nonfinite            losses and gradients must be finite
 identity             what the bits depend on, compared between ranks and at a resume
 """

@@ -53,6 +53,7 @@ class EndOfStep:
         self.point: Final = point
         self.proof: Final = proof
         self._snapshot: Final = snapshot
+        self.compare_ranks: Final = snapshot.compare_ranks  #: see there
         self._position: Final = context.position
         self._identity: Final = context.identity
         self._loaders: Final = loaders

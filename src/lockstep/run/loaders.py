@@ -23,7 +23,7 @@ from lockstep.data import (
     open_micro_batch_loader,
     open_order,
 )
-from lockstep.errors import DataError, MismatchError, UsageError
+from lockstep.errors import DataError, MismatchError, SettingError, UsageError
 from lockstep.formatting import format_ranks, plural
 from lockstep.run.identity import SeenContents
 from lockstep.run.loader_arguments import LoaderArguments
@@ -59,11 +59,21 @@ class Loaders:
         self._chosen: Final[set[BatchPlan]] = set()  # those whose micro-batch nobody has given
         settings, strategy = context.settings, context.strategy
         may_round_anew = settings.reduction == "fast" and context.device.type == "cuda"
+        # BatchNorm over all ranks adds up in their order.
+        of_others = context.group.size > 1 and strategy.repeats_other_ranks and not settings.sync_batchnorm
+        replays = settings.replay and strategy.repeats_bits and not may_round_anew
+        if settings.audit is not None and not (replays and (of_others or context.group.size == 1)):
+            raise SettingError(
+                f"audit='{settings.audit}' with strategy={settings.strategy!r}, reduction={settings.reduction!r}, "
+                f"sync_batchnorm={settings.sync_batchnorm}: a rank cannot compute to the same bits what another one "
+                "has computed; leave it out, or use ddp, zero or fsdp with reduction='exact'"
+            )
         self._checks: Final = CheckSchedule(
             settings.check_every,
-            replays=settings.replay and strategy.repeats_bits and not may_round_anew and context.measure is None,
-            # BatchNorm over all ranks adds up in their order.
-            of_others=context.group.size > 1 and strategy.repeats_other_ranks and not settings.sync_batchnorm,
+            replays=replays and context.measure is None,
+            of_others=of_others,
+            audit=0 if settings.audit is None or context.measure is not None else int(settings.audit.every),
+            seed=settings.seed,
         )
 
     def say_chosen(self, plan: BatchPlan) -> None:

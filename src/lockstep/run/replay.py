@@ -39,7 +39,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
 from lockstep.collectives import Group, local_part
-from lockstep.data import CheckedSteps
+from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
 from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
@@ -67,12 +67,16 @@ class CheckSchedule:
         every: one step of a pass in so many.
         replays: whether a micro-batch of each is replayed.
         of_others: whether those of each second one are of other ranks.
+        audit: how often a step is audited instead, in steps of the run; 0: never.
+        seed: of the run.
     """
 
-    def __init__(self, every: int, *, replays: bool, of_others: bool) -> None:
+    def __init__(self, every: int, *, replays: bool, of_others: bool, audit: int = 0, seed: int = 0) -> None:
         self._every: Final = every
         self._replays: Final = replays
         self._of_others: Final = of_others
+        self._audit: Final = audit
+        self._seed: Final = seed
         self._began: int | None = None  # steps of the run before the first pass of this process
         self._passes = 0
         self._granted = 0  # replays
@@ -86,7 +90,8 @@ class CheckSchedule:
         first = _FIRST_STEPS if is_free else 0
         self._passes += 1
         self._granted += first * (2 if most == 1 else 1)
-        return CheckedSteps(first, self._every, self._replays, self._of_others)
+        audits = AuditedSteps(self._audit, steps, self._seed) if self._audit else None
+        return CheckedSteps(first, self._every, self._replays, self._of_others, audits)
 
 
 class ReplayError(UsageError):
@@ -219,7 +224,7 @@ class Play:
         }
 
 
-def _first_difference(first: Notes, second: Notes) -> str:
+def first_difference(first: Notes, second: Notes) -> str:
     """What differs first, in words; "" if nothing does."""
     for name in dict.fromkeys((*first, *second)):
         (mark, value), (other_mark, other) = first.get(name, _NOTHING), second.get(name, _NOTHING)
@@ -243,15 +248,17 @@ class Replays:
         self._readings = 0
         self._read_at = 0
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
-        self._first: _Played | None = None  # what came first, of this rank's own
-        self._other: _Played | None = None  # of another rank's
+        self._first: Played | None = None  # what came first, of this rank's own
+        self._other: Played | None = None  # of another rank's
         self.reads_world_size = False  #: whether a replay has read how many ranks there are
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
         is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
-        self.play = Play(_generators(self._state.models)) if is_compared else None
-        if self.play is not None and self._inputs is not None and position.is_replay:
+        # An audit asks what was computed, and not what the script has drawn from: to find that takes some milliseconds.
+        generators = {} if position.audited or not is_compared else _generators(self._state.models)
+        self.play = Play(generators) if is_compared else None
+        if self.play is not None and self._inputs is not None and position.is_replay and not position.audited:
             self.play.before = self._inputs.held()
 
     def note_given(self, parts: object) -> None:
@@ -307,10 +314,10 @@ class Replays:
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
             play.end_body()
-            if not position.is_other_ranks:
+            if not (position.is_other_ranks or position.audited):
                 self._read_script(step)
                 play.after = self._inputs.held() if self._inputs is not None else {}
-            played = _Played(step, position.index, position.of, play)
+            played = Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
             elif self._first is None or not self._first.is_same(played):
@@ -319,12 +326,12 @@ class Replays:
                 first, self._first = self._first, None
                 notes = first.play.notes(), play.notes()
                 difference = (
-                    _first_difference(*notes)
+                    first_difference(*notes)
                     or first.play.other_generator(play)
                     or changed_by(first.play.after, play.before, play.after)
                 )
                 if difference:
-                    place = _place(position.index, position.of, step)
+                    place = place_of(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
 
     def _read_script(self, step: int) -> None:
@@ -333,6 +340,11 @@ class Replays:
             self._readings += 1
             self._read_at = step
             self._inputs = training_inputs(sys._getframe(), self._state)
+
+    def take(self, position: MicroBatchPosition, step: int) -> Played | None:
+        """What was remembered of an audited micro-batch, which has its losses; nothing more is. None: nothing was."""
+        play, self.play = self.play, None
+        return None if play is None else Played(step, position.index, position.of, play)
 
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
@@ -360,8 +372,8 @@ class Replays:
             held = mine.play.notes(), look(script_roots(sys._getframe()))
         by_rank = self._group.gather_objects(held, "what two ranks have computed")
         (first_notes, first_marks), (second_notes, second_marks) = by_rank[owner], by_rank[reader]
-        difference = _first_difference(first_notes, second_notes)
-        place = _place(second.place, other.of, other.step)
+        difference = first_difference(first_notes, second_notes)
+        place = place_of(second.place, other.of, other.step)
         error = ReplayError(difference, place, (owner, reader), reads_world_size=self.reads_world_size)
         apart = changed({name: mark for name, mark in first_marks.items() if name in second_marks}, second_marks)
         # Tensors of the micro-batch are so in any script.
@@ -378,19 +390,20 @@ class Replays:
         self._inputs = None
 
 
-class _Digest(NamedTuple):
+class Digest(NamedTuple):
     """What is compared first, for all that was remembered of a micro-batch."""
 
     place: int  #: of the micro-batch in its step
     values: str
     gradients: str  #: "" where none was computed
 
-    def differs(self, other: _Digest) -> bool:
+    def differs(self, other: Digest) -> bool:
+        """Whether the bits are others; gradients count where both have them."""
         has_gradients = bool(self.gradients and other.gradients)
         return self.values != other.values or (has_gradients and self.gradients != other.gradients)
 
 
-class _Played(NamedTuple):
+class Played(NamedTuple):
     """The play of a micro-batch of a step."""
 
     step: int
@@ -398,15 +411,17 @@ class _Played(NamedTuple):
     of: int  #: micro-batches of the step
     play: Play
 
-    def is_same(self, other: _Played) -> bool:
+    def is_same(self, other: Played) -> bool:
+        """Whether both are of the same micro-batch."""
         return (self.step, self.place) == (other.step, other.place)
 
-    def digest(self) -> _Digest:
+    def digest(self) -> Digest:
+        """What is compared first. Waits for the GPU."""
         notes = self.play.notes()
         marks = sorted((name, repr(mark)) for name, (mark, _) in notes.items())
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
         values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
-        return _Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
+        return Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
 
 
 def _generators(models: Sequence[nn.Module]) -> dict[str, object]:
@@ -425,7 +440,8 @@ def _hash(marks: Sequence[tuple[str, str]]) -> str:
     return hashlib.blake2b(repr(marks).encode(), digest_size=16).hexdigest()
 
 
-def _place(index: int, of: int, step: int) -> str:
+def place_of(index: int, of: int, step: int) -> str:
+    """Which micro-batch it is of how many, and of which step, after so many."""
     return f"micro-batch {index} of {of} of step {step + 1}"
 
 

@@ -135,6 +135,14 @@ class Run:
             values and buffers must have the same bits, else the run ends with an error that names what the body
             changes. Costs at most 0.5 % of a long run. False: a body may have effects, such as stepping an
             environment, and nothing finds one whose results depend on the number of ranks.
+        audit: such as ``"200 steps"``: in every so many-th step, before the update, each rank computes a micro-batch of
+            another rank once more, chosen by the step's seed: samples, losses, gradients and buffers must have the same
+            bits. If not, all ranks compute it again, and the run ends with `AuditError`, which names rank, host and
+            device that were wrong; ``lockstep run --max-restarts`` continues without that device. From the end of such
+            a step until the next update, bytes of the state that change without being written to end the run likewise.
+            Costs one micro-batch and some checksums. Under ddp, zero and fsdp. None: never.
+        verify_saves: each rank reads back from the disk what it has written of a checkpoint; one with other bytes is
+            not committed, and the run says so.
         check_every: ranks compare what they hold after every so many steps, in addition to the comparisons at saves and
             at the first step of each pass.
         peer_timeout_s: how many seconds a collective waits for the other ranks.
@@ -173,6 +181,8 @@ class Run:
         on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
         nondeterministic: Literal["refuse", "warn"] = _DEFAULTS.nondeterministic,
         replay: bool = _DEFAULTS.replay,
+        audit: str | None = None,
+        verify_saves: bool = _DEFAULTS.verify_saves,
         check_every: int = _DEFAULTS.check_every,
         peer_timeout_s: float = _DEFAULTS.peer_timeout_s,
         rehearse: bool = False,

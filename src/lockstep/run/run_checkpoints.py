@@ -101,6 +101,10 @@ class RunCheckpointer(Protocol):
         """Leave the process with code 74, because ``step`` is in no checkpoint."""
         ...
 
+    def go_back(self, step: int) -> None:
+        """What came after ``step`` may be wrong: a resume goes on from there, or before. Collective."""
+        ...
+
     def abandon(self) -> None:
         """A rank failed: stop waiting for parts of other ranks. Not collective."""
         ...
@@ -168,6 +172,9 @@ class NoCheckpointer(RunCheckpointer):
     def leave_without(self, step: int) -> NoReturn:
         """Never asked: nothing is missing."""
         raise AssertionError("nothing was to be saved")
+
+    def go_back(self, step: int) -> None:
+        """Nothing."""
 
     def abandon(self) -> None:
         """Nothing is open."""
@@ -380,6 +387,19 @@ class DirectoryCheckpointer(RunCheckpointer):
         ending = SystemExit(EXIT_NOT_SAVED)
         ending.add_note(missing)
         raise ending
+
+    @override
+    def go_back(self, step: int) -> None:
+        self._checkpoints.wait()
+        there = self._checkpoints.steps()
+        if there and min(there) > step:
+            self._say(
+                f"no checkpoint is left of step {step}, up to which audits have found nothing, or before: those of "
+                f"steps {', '.join(map(str, sorted(there)))} may hold what was computed wrongly. Save at audited "
+                "steps, or keep more"
+            )
+        elif there and (aside := self._checkpoints.archive(after=step)) is not None:
+            self._say(f"checkpoints after step {step}, up to which audits have found nothing, are set aside in {aside}")
 
     @override
     def abandon(self) -> None:

@@ -276,7 +276,12 @@ def _open_checkpointer(
     root = given or (world.run_dir and Path(world.run_dir, CHECKPOINTS))
     if root:
         checkpoints = Checkpoints(
-            Path(root), group, keep=settings.keep, say=reporter.say, peer_timeout_s=settings.peer_timeout_s
+            Path(root),
+            group,
+            keep=settings.keep,
+            say=reporter.say,
+            peer_timeout_s=settings.peer_timeout_s,
+            reads_back=settings.verify_saves,
         )
         try:
             # A run directory names a launcher's job: only one launcher at a time works in it.

@@ -12,6 +12,7 @@ from lockstep.errors import DataError, UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders
 from lockstep.run.setup import RunContext
+from lockstep.run.to_device import on_device
 from lockstep.strategies import HasServerRanks
 
 
@@ -25,6 +26,7 @@ class StepData:
         self._position: Final = context.position
         self._passes: Final = context.position.passes
         self._save_stop: Final = context.save_stop
+        self._device: Final = context.device
 
     def next_step(self, loaders: Sequence[MicroBatchLoader]) -> Iterator[tuple[MicroBatchPosition, Data]] | None:
         """This rank's micro-batches of the next step; None at the end of the pass, or of the turn. Collective.
@@ -44,6 +46,15 @@ class StepData:
                     raise _without_a_step(loader)
             batches.append(found)
         return iter(batches[0]) if len(batches) == 1 else _together(batches)
+
+    def again(self, loaders: Sequence[MicroBatchLoader], index: int) -> tuple[MicroBatchPosition, Data] | None:
+        """Micro-batch ``index`` of the step that is under way, whichever rank's, read once more; None for a stream."""
+        places = [(loader, *self._place(loader)) for loader in loaders]
+        batches = [loader.again(order, step, index) for loader, order, step, _ in places]
+        read = list(on_device((each for each in batches if each is not None), self._device, ahead=False))
+        if len(read) < len(batches):
+            return None
+        return read[0].position, read[0].data if len(read) == 1 else tuple(batch.data for batch in read)
 
     def samples_of_next_step(self, loaders: Sequence[MicroBatchLoader]) -> int | None:
         """The same for a rank that serves others and reads nothing: how many samples there are over all ranks."""

@@ -26,8 +26,9 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
+from lockstep.run.audit import Audit
 from lockstep.run.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.metrics import as_it_is
@@ -97,6 +98,7 @@ class TrainStep:
         self._finite: Final = finite
         self._carried: Final = context.carried
         self.replays: Final = Replays(group, state)
+        self.audit: Final = Audit(context)
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)
         self._marker: Final = context.marker
@@ -122,7 +124,7 @@ class TrainStep:
         self._step = step
         self.say_put_back(self._kernels.pin_threads())
         begin_micro_batch(self._strategy, current.position)
-        self.checks.begin_body(compare=position.check is not StepCheck.NONE)
+        self.checks.begin_body(compare=position.is_checked)
         self.replays.begin(position)
         self.checks.run_steps = False
         return current
@@ -293,17 +295,19 @@ class TrainStep:
         self.checks.body_steps()
         if self._computes_loss is None:  # else forward passes are yet to come
             self.replays.note_buffers()
+        if current.position.audited and (played := self.replays.take(current.position, self._step)) is not None:
+            self.audit.note(played)
         self.checks.require_parameters_unchanged(current.position.index, current.position.of)
         if current.position.is_replay:
             self._strategy.end_replay()
         else:
             self._losses.end_micro_batch(current.reached, current.position, self._step)
-            if current.position.last:
-                self._complete(current)
-            else:
+            if not current.position.last:
                 self._strategy.end_micro_batch(current.position)
+            elif not current.position.audited or self.audit.agrees():
+                self._complete(current)
         self.checks.note_buffers()
-        current.failed = False
+        current.failed = bool(self.audit.disputed)
 
     def _complete(self, current: CurrentMicroBatch) -> None:
         if current.due.keys() != current.reached:
@@ -313,7 +317,8 @@ class TrainStep:
         for target, optimizers in current.due.items():
             for optimizer in optimizers:
                 self.updates.require_apart(optimizer, target.sparse)
-        if current.position.check is not StepCheck.NONE:
+        self.audit.require_stored(between=False)
+        if current.position.is_checked or current.position.audited:
             self.updates.compare_ranks(self._step)
         for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
@@ -375,12 +380,17 @@ class TrainStep:
         self.checks.run_steps = True
         self.checks.forget_point()
         self.replays.leave()
+        self.audit.forget()
         if current is not None and not current.complete:
-            self._losses.clear()
-            self._closures.discard()
-            self._strategy.discard_step()
-            for model in self._state.models:
-                model.zero_grad(set_to_none=True)
+            self.discard_step()
+
+    def discard_step(self) -> None:
+        """Nothing of the step that is under way counts: gradients are dropped, and buffers as they were before it."""
+        self._losses.clear()
+        self._closures.discard()
+        self._strategy.discard_step()
+        for model in self._state.models:
+            model.zero_grad(set_to_none=True)
 
     def _weight(self, share: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
         """What the backward pass of ``loss`` begins with: cheaper than one more multiplication on the way."""

@@ -315,6 +315,7 @@ class TrainingLoop:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         while (batches := self._data.next_step(loaders)) is not None:
             carries = self._carried.is_used  # which no other rank has
+            train_step.audit.require_stored(between=True)
             for position, data in batches:
                 if carries and position.is_other_ranks:
                     continue
@@ -328,15 +329,36 @@ class TrainingLoop:
                     before = look(script_roots(sys._getframe()))
                     yield from self._body(replace(position, last=False, check=StepCheck.REPLAY), data)
                     raise error.naming(changed(before, look(script_roots(sys._getframe())))) from None
+                if train_step.audit.disputed:
+                    yield from self._decide_dispute(loaders)
                 if step_is_done:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
                     end_of_step.finish()
+                    if position.audited and not train_step.audit.note_stored():
+                        end_of_step.compare_ranks()
                     # Now that the step is safe: a rank may be gone.
                     train_step.replays.compare_ranks()
                     if context.emergency.notes and end_of_step.compares_next:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
+
+    def _decide_dispute(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
+        """All ranks compute what is disputed once more, and then it is known who was wrong.
+
+        Raises:
+            AuditError: in any case. Collective.
+        """
+        train_step, share = self._train_step, self._context.share
+        train_step.discard_step()
+        for index in train_step.audit.disputed:
+            if (again := self._data.again(loaders, index)) is not None:
+                position, data = again
+                own = loaders[0].plan.run(share.replica or 0, position.of)
+                check = StepCheck.REPLAY if index in own else StepCheck.OTHER_RANKS
+                current = yield from self._body(replace(position, check=check, audited=True), data)
+                train_step.end(current)
+        raise train_step.audit.error(reads_world_size=train_step.replays.reads_world_size)
 
     def _body(self, position: MicroBatchPosition, data: Data) -> Generator[Data, None, CurrentMicroBatch]:
         """Hand out the micro-batch at ``position``; the script has computed its losses when it asks for the next."""
@@ -347,7 +369,8 @@ class TrainingLoop:
         step = self._position.progress.step
         current = self._train_step.begin(position, step)
         replays = self._train_step.replays
-        self._metrics.compares = None if replays.play is None else replays.play.note
+        # What is measured after the step's loss is not known where an audit compares.
+        self._metrics.compares = None if replays.play is None or position.audited else replays.play.note
         if replays.play is not None:
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)

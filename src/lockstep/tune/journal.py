@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from lockstep.errors import SettingError
-from lockstep.records import of_kind, read_object
+from lockstep.records import MOST_GROWN, of_kind, read_bytes, read_object
 from lockstep.tune.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.search.space import Space
 from lockstep.tune.trial import Move, Trial
@@ -150,6 +150,11 @@ class JournalReader:
             self._open_again(worker)
             file, offset, serial = self._files[worker]
             size = os.fstat(file).st_size
+            if size - offset > MOST_GROWN:
+                raise SettingError(
+                    f"{journal_file(self._folder.parent, worker)} has {size} bytes, which no search has written: move "
+                    "it aside"
+                )
             lines = list(_whole_lines(os.pread(file, size - offset, offset), worker)) if size > offset else []
             if lines:
                 last, end = lines[-1]
@@ -230,7 +235,7 @@ def journal_file(directory: Path, worker: int) -> Path:
 def is_within_trial(directory: Path, worker: int) -> bool:
     """Whether the newest record of ``worker`` is of a trial that has not ended."""
     try:
-        lines = list(_whole_lines(journal_file(directory, worker).read_bytes(), worker))
+        lines = list(_whole_lines(read_bytes(journal_file(directory, worker), MOST_GROWN), worker))
     except FileNotFoundError:
         return False
     newest = lines[-1][0].record if lines else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
-from lockstep.errors import LockstepError
+from lockstep.errors import AuditError, LockstepError
 from lockstep.heartbeat import own_lines
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
@@ -51,6 +51,7 @@ class Failure:
     log_bytes: int  #: length of the rank's log before it printed the traceback
     gpu: str = ""  #: how far its GPU's memory went; "" without one
     headline: str = ""  #: what failed, where that is not this rank by itself
+    accused: tuple[int, ...] = ()  #: ranks that have computed wrong bits, or hold some
 
     @classmethod
     def of(
@@ -91,6 +92,8 @@ class Failure:
             raised_s=now_s,
             log_bytes=log_bytes,
             gpu=gpu,
+            headline=error.headline if isinstance(error, AuditError) else "",
+            accused=error.accused if isinstance(error, AuditError) else (),
         )
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from lockstep.records import from_known, object_from
+from lockstep.records import from_known, object_from, read_bytes
 
 #: In the run directory: the node id of the coordinator of the newest launch.
 COORDINATOR_FILE: Final = ".coordinator"
@@ -68,6 +68,6 @@ def differences(ours: Mapping[str, str], host: str, theirs: Mapping[str, str], t
 def is_newest_coordinator(run_dir: Path, node_id: str) -> bool:
     """Whether the newest launch in ``run_dir`` is that of the coordinator ``node_id``, as far as this node sees."""
     try:
-        return (run_dir / COORDINATOR_FILE).read_text(encoding="ascii") == node_id
-    except (OSError, UnicodeDecodeError):
+        return read_bytes(run_dir / COORDINATOR_FILE) == node_id.encode("ascii")
+    except (OSError, ValueError):
         return False

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from lockstep.records import from_known, object_from
+from lockstep.records import from_known, read_object
 
 _DIRECTORY = "leases"
 _NAME = re.compile(r"term-(\d{6,})")
@@ -178,7 +178,7 @@ class LeaseFiles:
 
     def _read(self, term: int) -> Lease | None:
         try:
-            return from_known(Lease, object_from(self._file(term).read_text(encoding="utf-8")), term=term)
+            return from_known(Lease, read_object(self._file(term)), term=term)
         except ValueError:
             return None
 

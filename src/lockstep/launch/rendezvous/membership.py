@@ -336,7 +336,9 @@ def _finish_generation(
         state = announce(state, diagnosis)
     if code in _FINAL or stopped_by is not None or spent or final:
         return end_job(state, code)
-    ranks = f"all {plural(plan.ranks, 'rank')}" if limits.max_nodes == 1 else "all ranks"
+    # Not as many as before, where a device is left out.
+    here = sum(node.report.ranks for node in nodes)
+    ranks = f"all {plural(here, 'rank')}" if limits.max_nodes == 1 else "all ranks"
     start_pause_s = 0.0 if since_s is None else _back_off_s(state.failed_starts - 1)
     if waits:
         text = (

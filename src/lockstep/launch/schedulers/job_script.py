@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import fields
-from typing import Any
+from typing import Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest, WritesJobScripts
 from lockstep.launch.schedulers.script_text import SITE_FILE
+from lockstep.records import toml_in
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -34,6 +34,10 @@ def write(scheduler: WritesJobScripts, request: JobRequest, command: JobCommand)
     return scheduler.job_script(request, command)
 
 
+#: Tables of the same file for `lockstep bench` and `lockstep predict`.
+_OTHER_TABLES: Final = ("prices", "predict")
+
+
 def site_defaults(scheduler: WritesJobScripts, text: str, file: str = SITE_FILE) -> JobRequest:
     """What the table of ``scheduler`` in ``lockstep.toml``, such as ``[slurm]``, says.
 
@@ -41,10 +45,10 @@ def site_defaults(scheduler: WritesJobScripts, text: str, file: str = SITE_FILE)
         SettingError: for what is no TOML, and for unknown or wrong keys, all of them at once.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tables = toml_in(text)
+    except ValueError as error:
         raise SettingError(f"{file}: {error}") from None
-    known = tuple(JOB_SCRIPT_SCHEDULERS)
+    known = (*JOB_SCRIPT_SCHEDULERS, *_OTHER_TABLES)
     wrong = [f"{file}: no table [{name}] is known; {did_you_mean(name, known)}" for name in tables if name not in known]
     table = tables.get(scheduler.name, {})
     if not isinstance(table, dict):

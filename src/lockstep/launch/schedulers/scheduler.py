@@ -17,11 +17,11 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from pathlib import Path
 from typing import Final, Protocol, Self, runtime_checkable
 
 from lockstep.formatting import plural
 from lockstep.launch_contract import job_port
+from lockstep.records import read_bytes
 
 #: Asks a scheduler's own command; what it printed, or "" if it cannot be asked.
 Ask = Callable[[Sequence[str]], str]
@@ -315,8 +315,8 @@ def output_of(argv: Sequence[str]) -> str:
 
 
 def text_of(path: str) -> str:
-    """A file's text, "" if it cannot be read."""
+    """A file's text, "" if it cannot be read, or is longer than one that lists nodes."""
     try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_bytes(path).decode(errors="replace")
+    except (OSError, ValueError):
         return ""

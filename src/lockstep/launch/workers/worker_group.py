@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep.launch.attached_terminal import AttachedTerminal
 from lockstep.launch.deadline_thread import FileThread, ScreenThread
+from lockstep.launch.devices import Devices, without_accused
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
@@ -23,6 +24,7 @@ from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.emergency_memory import has_left_state
+from lockstep.launch.host import gpu_names
 from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.request import Executable
@@ -144,6 +146,8 @@ class WorkerGroup:
         # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
         self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
         self._current = _Generation()
+        #: What the next generation's ranks run on.
+        self.devices = Devices(job.ranks)
         #: No other generation is to be started after this one.
         self.final = False
 
@@ -223,6 +227,7 @@ class WorkerGroup:
         for rank in ranks:
             world = world_of_rank(plan, placement, rank, job.run_id)
             variables = rank_environment(job, world, plan.restart, placement.interface, plan.save_only)
+            variables |= self.devices.variables()
             if self._terminal is not None and rank == self._terminal.rank:
                 variables[TERMINAL] = self._terminal.begin(job.log(rank))
             specs.append(RankSpec(rank, variables, str(job.log(rank))))
@@ -433,6 +438,12 @@ class WorkerGroup:
             hung,
             self._memory.reason,
         )
+        self.devices, said = without_accused(
+            self.devices, current.endings, current.ranks, lambda: gpu_names(os.environ)
+        )
+        if said:
+            self._screen.say(said)
+            self.final = self.final or self.devices.can_start == 0
         if (memory := self._left_in) is not None and self.failed:
             current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
         if current.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):

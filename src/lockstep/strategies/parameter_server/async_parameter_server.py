@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks, plural
 from lockstep.strategies.abilities import (
@@ -101,7 +101,7 @@ class AsyncParameterServer(
         self._target = target
         if self._sums is None:
             self._context.check_copies()
-            self._context.looks = position.check is not StepCheck.NONE
+            self._context.looks = position.is_checked
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=False)
         target.backward(loss, weight)
         self._sums.accumulate(position)

@@ -34,7 +34,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
 from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep, SumsCounts
@@ -126,7 +126,7 @@ class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, SumsCounts, P
         self._target = target
         if self._sums is None:
             self._context.check_copies()
-            self._context.looks = position.check is not StepCheck.NONE
+            self._context.looks = position.is_checked
             self._sums = BucketGradients(self._context.buckets(target), position.of, exact=self._exact)
         target.backward(loss, weight)
         self._sums.accumulate(position)

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
     ShardGroups,
     open_all_reduce,
@@ -302,7 +302,7 @@ class FullySharded(
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """A forward pass comes that a backward pass will follow."""
         # A weight that a forward pass limits leaves its limits after some epochs: the first steps of all are looked at.
-        self._blocks.begin_micro_batch(compares=position.check is not StepCheck.NONE or position.step < 2)
+        self._blocks.begin_micro_batch(compares=position.is_checked or position.step < 2)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
