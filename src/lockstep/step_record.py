@@ -122,6 +122,7 @@ class RankRecord:
     sums: tuple[tuple[int, float], ...] = ()  #: bytes and median seconds of sums over all ranks
     training_steps: int | None = None  #: of a training that counts steps; None: it counts epochs
     samples_per_epoch: int | None = None
+    workers: int = 0  #: processes of its own, which read the data
     free_bytes: int = 0  #: what this rank may still take of its memory; 0: not known
     unused: tuple[str, ...] = ()  #: parameters that learn and got no gradient; looked for where `gradients` are
     waits: tuple[HostWait, ...] = ()  #: in the loop's body

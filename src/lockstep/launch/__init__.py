@@ -16,7 +16,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_
 from lockstep.launch.host import Machine, ask_driver
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.program_sources import mentions_lockstep, unread_options
+from lockstep.launch.program_sources import mentions_lockstep, own_sources, unread_options
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -68,6 +68,7 @@ __all__ = [
     "mentions_lockstep",
     "name_process",
     "next_generation",
+    "own_sources",
     "ranks_of",
     "show_help",
     "start",

@@ -41,6 +41,12 @@ def mentions_lockstep(program: Program) -> bool:
     return any(b"lockstep" in content for _, content in _own_files(program, _MOST_SEARCHED))
 
 
+def own_sources(program: Program) -> list[tuple[str, str]]:
+    """Path and text of the program's source, and of each file of its own that this imports."""
+    root = Path.cwd() if isinstance(program, Module) else Path(program.name).resolve().parent
+    return [(str(root / name), text.decode(errors="replace")) for name, text in _own_files(program, _MOST_SEARCHED)]
+
+
 def unread_options(program: Program, known: Collection[str]) -> list[str]:
     """Those of the ``known`` options among the program's arguments that its source does not mention.
 

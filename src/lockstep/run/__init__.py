@@ -53,6 +53,7 @@ identity             what the bits depend on, compared between ranks and at a re
 
 from lockstep.run.host_waits import HostWaits
 from lockstep.run.metrics import MetricMeans
+from lockstep.run.oom_advice import free_bytes
 from lockstep.run.run import Run
 
-__all__ = ["HostWaits", "MetricMeans", "Run"]
+__all__ = ["HostWaits", "MetricMeans", "Run", "free_bytes"]

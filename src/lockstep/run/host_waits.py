@@ -22,8 +22,13 @@ from lockstep.step_record import HostWait
 
 _CALLS: Final = {
     **{name: f".{name}()" for name in ("item", "tolist", "numpy", "cpu", "nonzero")},
-    **{"__float__": "float()", "__int__": "int()", "__bool__": "if", "__index__": "an index", "__array__": "numpy"},
-    **{"__repr__": "print", "__format__": "print"},
+    "__float__": "float()",
+    "__int__": "int()",
+    "__bool__": "if",
+    "__index__": "an index",
+    "__array__": "numpy",
+    "__repr__": "print",
+    "__format__": "print",
 }
 _OURS: Final = str(__file__).rpartition("/run/")[0]
 
@@ -33,26 +38,25 @@ class HostWaits(TorchFunctionMode):
 
     Args:
         on_gpu: whether the script computes on a GPU: then values of tensors on the CPU are no waits.
-        clock: in seconds.
+        trains: says whether the script trains at this moment; else it does not count.
     """
 
-    def __init__(self, *, on_gpu: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, on_gpu: bool, trains: Callable[[], bool]) -> None:
         super().__init__()
         self._on_gpu: Final = on_gpu
-        self._clock: Final = clock
+        self._trains: Final = trains
         self._seen: dict[tuple[str, int], list[tuple[str, float]]] = defaultdict(list)  # calls and seconds, by line
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         call = _CALLS.get(getattr(func, "__name__", ""), "")
-        if call and isinstance(args[0], torch.Tensor) and (args[0].is_cuda or not self._on_gpu):
-            where = _line_of_script(sys._getframe(1))
-            began = self._clock()
-            result = func(*args, **(kwargs or {}))
-            if where is not None:
-                self._seen[where].append((call, self._clock() - began))
-            return result
-        return func(*args, **(kwargs or {}))
+        waits = call and isinstance(args[0], torch.Tensor) and (args[0].is_cuda or not self._on_gpu) and self._trains()
+        where = _line_of_script(sys._getframe(1)) if waits else None
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if where is not None:
+            self._seen[where].append((call, time.perf_counter() - began))
+        return result
 
     def found(self, steps: int) -> tuple[HostWait, ...]:
         """Each line with its calls in ``steps`` steps, the most expensive first."""

@@ -9,6 +9,7 @@ What is computed in the steps that are measured is what is computed without it, 
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import socket
 import sys
@@ -29,7 +30,7 @@ from lockstep.progress import Progress
 from lockstep.run.host_waits import HostWaits
 from lockstep.run.oom_advice import free_bytes
 from lockstep.run.setup import RunContext
-from lockstep.run.step_recorder import StepRecorder
+from lockstep.run.step_recorder import OUTSIDE, StepRecorder
 from lockstep.step_record import MeasureRequest, RankRecord
 
 _WAIT_STEPS: Final = 10  # a script that prints every ten steps prints in one of them
@@ -45,7 +46,13 @@ class Measurement:
         self._recorder: Final = StepRecorder(context.marker, context.device, gradients=request.gradients)
         self._kept: Final = KeptForBackward(context.marker)
         self._flops: Any = FlopCounterMode(display=False) if request.flops else None
-        self._waits: Final = HostWaits(on_gpu=context.device.type == "cuda") if request.waits else None
+        self._waits: Final = (
+            HostWaits(
+                on_gpu=context.device.type == "cuda", trains=lambda: context.marker.phase not in ("data", *OUTSIDE)
+            )
+            if request.waits
+            else None
+        )
         self._counting: ExitStack | None = None  # the steps after the others, in which these count
         self._counted_samples = 0
         self._counted = _WAIT_STEPS if request.waits else 1 if request.flops else 0  # so many
@@ -174,6 +181,7 @@ class Measurement:
             sums=sums,
             training_steps=length.steps,
             samples_per_epoch=length.samples_per_epoch,
+            workers=len(multiprocessing.active_children()),
             free_bytes=free_bytes(device, context.world.local_size),
             unused=tuple(name for name, _ in learning if asked and name not in has_gradient),
             waits=() if self._waits is None else self._waits.found(self._counted),

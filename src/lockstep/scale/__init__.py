@@ -7,7 +7,7 @@ from lockstep.scale.bench_table import table
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.find_setting import find
 from lockstep.scale.find_setting import report as found_report
-from lockstep.scale.fit import fit_micro_batch
+from lockstep.scale.fit import divisors, fit_micro_batch
 from lockstep.scale.links import Link
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, failure_of, launch_quietly, measure
 from lockstep.scale.memory_need import memory_table
@@ -59,6 +59,7 @@ __all__ = [
     "cheapest_within",
     "choice",
     "compared",
+    "divisors",
     "draw",
     "draw_estimates",
     "draw_table",
