@@ -111,6 +111,7 @@ class MachineFacts:
         """How many ranks and nodes have really taken part."""
         ranks, nodes = self.seen.ranks, {rank.node for rank in self.seen.ranks}
         if not ranks:
-            return "no ranks: they did not start"
+            here = self.nodes[0].host.host
+            return "no ranks: they did not start" if self.failure else f"{here}; the node where all meet tells the rest"
         moved = f"; {plural(len(self.seen.pairs), 'pair')} of ranks moved data over {ranks[0].backend}"
         return f"{plural(len(ranks), 'rank')} on {plural(len(nodes), 'node')}{moved if len(ranks) > 1 else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -17,18 +18,22 @@ from lockstep.scale import open_catalogue
 _SLOW_LINK: Final = 4.0  # times slower than the catalogue: another link than the one that should be there
 _SLOW_PAIR: Final = 3.0  # times slower than the median pair
 _CLOCK_S: Final = 1.0
+_NUMBER: Final = re.compile(r"(?<!GPU )\d[\d.]*( [KMGT]?iB)?")
 
 
 def judge(facts: MachineFacts) -> tuple[Finding, ...]:
     """All findings, by section, in the order in which one looks for a cause. What several hosts have alike is one."""
     found = [finding for rule in RULES for finding in rule(facts)]
-    by_finding: dict[Finding, list[str]] = {}
+    alike: dict[tuple[str, ...], list[tuple[Finding, str]]] = {}
     for node in facts.nodes:
         for finding in host_findings(node.host, node.files):
-            by_finding.setdefault(finding, []).append(node.host.host)
-    for finding, hosts in by_finding.items():
-        where = "" if len(hosts) == len(facts.nodes) else f" (on {', '.join(hosts[:4])}{', ...' * (len(hosts) > 4)})"
-        found.append(replace(finding, what=f"{finding.what}{where}"))
+            # Each host has numbers of its own, and of what is well one host is an example.
+            what = "" if finding.level == "ok" else _NUMBER.sub("", finding.what)
+            alike.setdefault((finding.section, finding.level, what), []).append((finding, node.host.host))
+    for same in alike.values():
+        first, hosts = same[0][0], [host for _, host in same]
+        where = f" (on {', '.join(hosts[:4])}{', ...' * (len(hosts) > 4)})" if len(facts.nodes) > 1 else ""
+        found.append(replace(first, what=f"{first.what}{where}"))
     order = [finding.section for finding in found]
     return tuple(sorted(found, key=lambda finding: order.index(finding.section)))
 

@@ -13,15 +13,17 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import psutil
 import torch
 
 from lockstep.collectives import Group, KeyValueStore, open_group, open_store, time_pairs, time_sums
 from lockstep.doctor.host_facts import gather_files, gather_host
 from lockstep.doctor.machine_facts import NodeFacts, PairFacts, RankFacts, RanksFacts, ReachFacts
-from lockstep.launch_contract import RUN_DIR
+from lockstep.launch_contract import RUN_DIR, RUN_ID
 from lockstep.network_interface import address_towards, interface_of
 from lockstep.world import World
 
@@ -37,9 +39,8 @@ def main(size: int) -> None:
     world, place = World.from_env(env), Path(env[RUN_DIR])
     store = open_store(world, _WHAT, _TIMEOUT_S) if world.size > 1 else None
     if world.leads_node:
-        # What only the launcher has set says nothing of the user's environment.
-        own = {name: value for name, value in env.items() if name not in world.rank_variables()}
-        host, files = gather_host(own), gather_files(place, size)
+        # The directory itself is the parent's, and is removed.
+        host, files = gather_host(_launchers_environment(env)), gather_files(place.parent.parent, size)
         reached = _reach(world, store, host.host, host.addresses()) if world.nodes > 1 and store is not None else ()
         NodeFacts(host, files, reached).write(place, world.node_rank)
     on_gpu = torch.cuda.is_available()
@@ -56,6 +57,15 @@ def main(size: int) -> None:
         RanksFacts(tuple(found), pairs, *(sums[0] if sums else (0, 0.0))).write(place)
     group.barrier(_WHAT)
     group.close()
+
+
+def _launchers_environment(env: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment in which this node's launcher was started, of which it has made the ``env`` of this rank."""
+    for parent in psutil.Process().parents():
+        with contextlib.suppress(psutil.Error):
+            if RUN_ID not in (theirs := parent.environ()):
+                return theirs
+    return env
 
 
 def _reach(world: World, store: KeyValueStore | None, host: str, addresses: tuple[str, ...]) -> tuple[ReachFacts, ...]:
