@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -51,10 +52,13 @@ class Report:
     def text(self) -> str:
         """For a terminal."""
         lines = []
-        for finding in self.findings:
+        for finding, after in itertools.zip_longest(self.findings, self.findings[1:]):
             lines.append(f"{finding.level:<9}{finding.section:<{_WIDTH}}{finding.what}")
+            # What several lines have in common stands under the last one.
+            same = after is not None and (finding.why, finding.command) == (after.why, after.command)
             for name, words in (("why", finding.why), ("do", finding.command)):
-                lines += [f"{'':<{9 + _WIDTH}}{name + ':':<5}{words}"] if words and finding.level != "ok" else []
+                shown = words and finding.level != "ok" and not same
+                lines += [f"{'':<{9 + _WIDTH}}{name + ':':<5}{words}"] if shown else []
         return harmless("\n".join([*lines, "", f"{self.verdict}; really tested: {self.tested}"]), keep="\n")
 
     @property

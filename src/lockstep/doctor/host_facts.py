@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import getpass
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -19,7 +20,7 @@ import re
 import resource
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -176,6 +177,16 @@ def gather_host(env: Mapping[str, str]) -> HostFacts:
         on_login_node=not given.inside,
         variables={name: value for name, value in env.items() if VARIABLES.match(name) and name != "LOCKSTEP_SECRET"},
     )
+
+
+def private_names(hosts: Sequence[HostFacts]) -> dict[str, str]:
+    """What stands for names of hosts and users, and for addresses, where a report is to be shown to others."""
+    private = {str(Path.home()): "~", socket.gethostname(): "node-0"}
+    with contextlib.suppress(KeyError, OSError):
+        private[getpass.getuser()] = "USER"
+    for number, host in enumerate(hosts):
+        private |= {address: f"ADDRESS-{number}" for address in host.addresses()} | {host.host: f"node-{number}"}
+    return {name: shown for name, shown in private.items() if name not in ("", "/", "root", "localhost")}
 
 
 def driver_facts(nvml: Any) -> dict[str, Any]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import Final
 
 from lockstep.doctor.finding import Finding, Level, ok, problem
 from lockstep.doctor.host_facts import FileFacts, GpuFacts, HostFacts
 from lockstep.formatting import count, duration, plural, size
 from lockstep.network_interface import is_loopback
+from lockstep.settings import Settings
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _LEAST_TORCH: Final = (2, 11)
@@ -265,6 +267,7 @@ _OTHER_BITS: Final = "it chooses other kernels, which give other bits; it must b
 _KERNELS: Final = (
     "ATEN_CPU_CAPABILITY|MKL_CBWR|MKL_ENABLE_INSTRUCTIONS|(ONEDNN|DNNL)_MAX_CPU_ISA|ONEDNN_DEFAULT_FPMATH_MODE"
 )
+_SETTINGS: Final = f"LOCKSTEP_({'|'.join(setting.name.upper() for setting in fields(Settings))})"
 _TF32: Final = "NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
 _ONE_OF_SEVERAL: Final = "this shell says that it is one of several ranks, and lockstep run refuses to start in one"
 _UNSET_RANK: Final = "unset RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
@@ -305,7 +308,7 @@ _VARIABLES: Final[tuple[tuple[str, Callable[[str], bool], Level, str, str], ...]
     ("PYTHONOPTIMIZE", _is("1", "2"), "note", "assert statements of the script do not run", ""),
     ("RANK|LOCAL_RANK|WORLD_SIZE", _any, "problem", _ONE_OF_SEVERAL, _UNSET_RANK),
     ("LD_PRELOAD", _any, "note", "a library is put before all others in each rank", ""),
-    ("LOCKSTEP_(?!VIEW$)[A-Z_]+", _any, "note", "a setting of the environment goes before the script's own", ""),
+    (_SETTINGS, _any, "note", "a setting of the environment goes before the script's own", ""),
 )
 
 

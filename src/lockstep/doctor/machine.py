@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import getpass
-import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.doctor.finding import Report
-from lockstep.doctor.host_facts import gather_files, gather_host
+from lockstep.doctor.host_facts import gather_files, gather_host, private_names
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
 from lockstep.doctor.machine_findings import judge
 from lockstep.formatting import plural
@@ -59,7 +55,7 @@ def examine_machine(request: MachineRequest, env: Mapping[str, str], say: Callab
         tested=facts.tested,
         findings=judge(facts),
         variables=own.host.variables,
-        private=_private(facts),
+        private=private_names([node.host for node in facts.nodes]),
     )
 
 
@@ -86,15 +82,3 @@ def _try(
     if code != EXIT_OK:
         failure = "not done in time" if code is None else failure_of(run_dir, code, said).cause
     return MachineFacts.read(run_dir, own, failure)
-
-
-def _private(facts: MachineFacts) -> dict[str, str]:
-    """What stands for names of hosts, addresses and the user where a report is to be shown to others."""
-    private = {str(Path.home()): "~"}
-    with contextlib.suppress(KeyError, OSError):
-        private[getpass.getuser()] = "USER"
-    for number, node in enumerate(facts.nodes):
-        private |= dict.fromkeys(node.host.addresses(), f"ADDRESS-{number}")
-        private[node.host.host] = f"node-{number}"
-    private[socket.gethostname()] = "node-0"
-    return {name: shown for name, shown in private.items() if name not in ("", "/", "root", "localhost", os.sep)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.doctor.finding import Finding, Report, note, problem
+from lockstep.doctor.host_facts import gather_host, private_names
 from lockstep.doctor.host_findings import brief
 from lockstep.doctor.script_facts import ScriptFacts, read_facts
 from lockstep.doctor.script_findings import ScriptSeen, Tried, judge_script, slowest_reader, workers_wanted
@@ -45,22 +46,24 @@ def examine_script(request: ScriptRequest, say: Callable[[str], None]) -> Report
     by_run = mentions_lockstep(program)
     facts, failure = _measured(request, {}) if by_run else _watched(request)
     found: list[Finding] = []
-    if failure:
-        found.append(problem("script", what=f"on {plural(request.ranks, 'rank')}: {failure}", command=_again(request)))
-    elif not facts:
-        what = "it trains in no loop that can be measured: neither over run.train(...) nor by torch.optim"
-        found.append(note("script", what=what, command="lockstep doctor, for the machine"))
+    if failure is not None and failure.unmeasured:
+        found.append(note("script", what=failure.cause, command=f"--time {10 * request.time_s:.0f}"))
+    elif failure is not None:
+        again = f"lockstep run --nproc-per-node {request.ranks} {program.name}"
+        found.append(problem("script", what=f"on {plural(request.ranks, 'rank')}: {failure.cause}", command=again))
     if facts:
         faults = [] if by_run else [f for file, text in own_sources(program) for f in averaged_twice(file, text)]
         tried = _with_workers(request, facts, say) if by_run else None
         cpus = max(1, Machine.detect(os.environ).cpus // request.ranks)
         found += judge_script(ScriptSeen(facts, faults, cpus, tried))
+    host = gather_host(os.environ)
     steps = f", {brief(facts[0].step_s)} a step" if facts and facts[0].step_s else ""
-    tested = f"{plural(len(facts), 'rank')} on 1 node{steps}" if facts else "no ranks: they did not come that far"
-    return Report(program.name, tested, tuple(found), private={str(Path.home()): "~"})
+    ranks = f"{plural(request.ranks, 'rank')} on 1 node{steps}"
+    tested = ranks if facts else f"{ranks}, which {'did not fail' if failure and failure.unmeasured else 'failed'}"
+    return Report(program.name, tested, tuple(found), host.variables, private_names([host]))
 
 
-def _measured(request: ScriptRequest, settings: dict[str, str]) -> tuple[Sequence[ScriptFacts], str]:
+def _measured(request: ScriptRequest, settings: dict[str, str]) -> tuple[Sequence[ScriptFacts], FailedRun | None]:
     """Of a script with `Run`, what it has shown and why it failed."""
     run = MeasuredRun(
         request.program,
@@ -76,11 +79,11 @@ def _measured(request: ScriptRequest, settings: dict[str, str]) -> tuple[Sequenc
     )
     outcome = measure(run)
     if isinstance(outcome, FailedRun):
-        return (), "" if outcome.cause.startswith("no step was measured") else outcome.cause
-    return [ScriptFacts.of(record) for record in outcome.ranks], ""
+        return (), outcome
+    return [ScriptFacts.of(record) for record in outcome.ranks], None
 
 
-def _watched(request: ScriptRequest) -> tuple[Sequence[ScriptFacts], str]:
+def _watched(request: ScriptRequest) -> tuple[Sequence[ScriptFacts], FailedRun | None]:
     """The same of a script without."""
     program = request.program
     words = [*(["-m"] if isinstance(program, Module) else []), program.name, *program.args]
@@ -90,10 +93,13 @@ def _watched(request: ScriptRequest) -> tuple[Sequence[ScriptFacts], str]:
         limit_s = _START_S + request.time_s
         env = {**os.environ, "LOCKSTEP_VIEW": "silent"}
         code, said = launch_quietly([*options, "-m", _WATCHED, *words], env, limit_s)
-        # A script that is slow, or has no end, has been watched for long enough.
-        failure = "" if code in (EXIT_OK, None) else failure_of(run_dir, code, said).cause
         facts = [each for each in read_facts(run_dir) if each.passes or each.step_s or each.unused]
-    return facts, failure
+        if code not in (EXIT_OK, None):
+            return facts, failure_of(run_dir, code, said)
+    # A script that is slow, or has no end, has been watched for long enough.
+    return facts, None if facts else FailedRun(
+        "no step of an optimizer of torch, and no pass over a DataLoader", False, True
+    )
 
 
 def _with_workers(request: ScriptRequest, facts: Sequence[ScriptFacts], say: Callable[[str], None]) -> Tried | None:
@@ -104,8 +110,4 @@ def _with_workers(request: ScriptRequest, facts: Sequence[ScriptFacts], say: Cal
     wanted = workers_wanted(slowest)
     say(f"once more with {plural(wanted, 'worker')} ...")
     again, failure = _measured(request, {"workers": str(wanted)})
-    return Tried(max((each.step_s for each in again), default=0.0), failure)
-
-
-def _again(request: ScriptRequest) -> str:
-    return f"lockstep run --nproc-per-node {request.ranks} {request.program.name}"
+    return Tried(max((each.step_s for each in again), default=0.0), "" if failure is None else failure.cause)

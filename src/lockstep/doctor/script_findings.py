@@ -19,7 +19,7 @@ _WAITS, _LEAST_S, _FASTER = 0.1, 1e-3, 0.95  # of a step, in which it waits for 
 _OFTEN: Final = 0.5  # calls in a step: a line that is there for each one, not for every tenth
 _COST: Final = 0.01  # of a step
 _USABLE: Final = 0.85  # of the free memory
-_MOST_NAMES: Final = 8
+_MOST_NAMES: Final = 6  # of parameters, or lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,23 +115,21 @@ def workers_wanted(facts: ScriptFacts) -> int:
 
 
 def _waits(facts: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    first, found = facts[0], False
-    for wait in first.waits:
-        share = wait.seconds / first.step_s if first.step_s else 0.0
-        if wait.count < _OFTEN and share < _COST:
-            continue
-        found = True
-        cost = f"{brief(wait.seconds)} a step ({100 * share:.1f} %)"
-        rarely = "read it every 50 steps"
-        yield note(
-            "host waits",
-            what=f"{_at(wait.file, wait.line)}: {wait.calls}, {count(wait.count)} times a step, {cost}",
-            why="the host waits until the GPU has done all that is queued, and queues nothing meanwhile"
-            if first.on_gpu
-            else "little on a CPU; on a GPU the host waits there for all that is queued, and queues nothing meanwhile",
-            command=f"run.measure(...), or {rarely}" if first.uses_run else f".detach(), and {rarely}",
-        )
-    if not found and first.step_s:
+    first = facts[0]
+    step_s = first.step_s or math.inf
+    often = [wait for wait in first.waits if wait.count > _OFTEN or wait.seconds > _COST * step_s]
+    meanwhile = "the host waits for all that is queued on the GPU, and queues nothing meanwhile"
+    why = meanwhile if first.on_gpu else f"it costs little on a CPU; on a GPU {meanwhile}"
+    rarely = "read it every 50 steps"
+    command = f"run.measure(...), or {rarely}" if first.uses_run else f".detach(), and {rarely}"
+    for wait in often[:_MOST_NAMES]:
+        cost = f"{brief(wait.seconds)} a step ({100 * wait.seconds / step_s:.1f} %)"
+        what = f"{_at(wait.file, wait.line)}: {wait.calls}, {count(wait.count)} times a step, {cost}"
+        yield note("host waits", what=what, why=why, command=command)
+    if len(often) > _MOST_NAMES:
+        what = f"{plural(len(often) - _MOST_NAMES, 'more line')} that cost less"
+        yield note("host waits", what=what, why=why, command=command)
+    if not often and first.step_s:
         yield ok("host waits", what="no line of the loop needs a tensor's value in each step")
 
 

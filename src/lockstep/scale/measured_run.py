@@ -45,6 +45,7 @@ class FailedRun:
 
     cause: str  #: one line
     out_of_memory: bool = False
+    unmeasured: bool = False  #: nothing went wrong: it did not come to a step that is measured, or not in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,13 @@ def measure(run: MeasuredRun) -> Records | FailedRun:
         before = _children_cpu_s()
         code, said = launch_quietly(_command(run, run_dir), _environment(request), run.time_limit_s)
         if code is None:
-            return FailedRun(f"not done after {duration(run.time_limit_s)}")
+            return FailedRun(f"not done after {duration(run.time_limit_s)}", unmeasured=True)
         if code != EXIT_OK:
             return failure_of(run_dir, code, said)
         found = tuple(RankRecord.read(path) for path in sorted(records.glob("rank-*.json")))
         if not found or not all(record.steps for record in found):
-            return FailedRun("no step was measured: the script trains in no loop over run.train(...)")
+            cause = "no step was measured: the script trains in no loop over run.train(...)"
+            return FailedRun(cause, unmeasured=True)
         traces = tuple(path.read_bytes() for path in sorted((run_dir / "profile").glob("*.json.gz"), key=_rank_of))
         return Records(found, traces, _children_cpu_s() - before)
 
