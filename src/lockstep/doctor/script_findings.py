@@ -164,9 +164,7 @@ def _batches(facts: Sequence[ScriptFacts]) -> Iterator[Finding]:
         yield note("batches", what=what, why=why, command=f"--set micro_batch={fitting}")
     if parts % ranks:
         found, most = True, -(-parts // ranks)
-        what = (
-            f"a step has {plural(parts, 'micro-batch')} for {plural(ranks, 'rank')}: the others wait for {most} on one"
-        )
+        what = f"of {plural(parts, 'micro-batch')} one rank of {ranks} computes {most}, and another fewer"
         fitting = next((d for d in reversed(divisors(whole, micro)) if whole // d % ranks == 0), 0)
         why = f"{100 * (1 - parts / (most * ranks)):.0f} % of the ranks' time is lost"
         yield note("batches", what=what, why=why, command=f"--set micro_batch={fitting}" if fitting else "other ranks")
