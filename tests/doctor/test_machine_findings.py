@@ -61,6 +61,7 @@ WRONG = {
     "a hot GPU": (with_host(ONE, gpus=(gpu(slowed_by=("heat",)), gpu())), "GPUs", "note", "lowered by heat"),
     "half of the lanes": (with_host(ONE, gpus=(gpu(lanes=8), gpu())), "GPUs", "note", "8 of 16 lanes"),
     "ranks that fail": (machine(failure="rank 1: OSError: no"), "ranks", "problem", "rank 1: OSError: no"),
+    "GPUs that torch cannot use": (with_host(CPUS, visible_gpus=2), "ranks", "problem", "none of the GPUs"),
     "other devices": (with_rank(ONE, 1, device="Tesla V100"), "ranks", "problem", "1 x Tesla V100"),
     "other bits": (with_rank(TWO, 3, bits="0000"), "ranks", "problem", "rank 3 (n2) computed other bits"),
     "a slow link": (machine(sum_s=0.01), "links", "note", "nvlink4"),
@@ -109,7 +110,7 @@ WRONG = {
     "in the container": (with_files(CPUS, kind="overlay"), "run directory", "note", "the container's own"),
     "not seen": (with_rank(TWO, 2, seen_s=None), "run directory", "problem", "n2 does not see"),
     "seen late": (with_rank(TWO, 2, seen_s=3.0), "run directory", "note", "after 3.0 s"),
-    "a lock for two": (with_rank(TWO, 2, lock="granted"), "run directory", "problem", "and got: granted"),
+    "a lock for two": (with_rank(TWO, 2, lock="granted"), "run directory", "problem", "rank 2 on n2 got a lock"),
     "a busy host": (with_host(CPUS, load=80.0), "CPUs", "note", "80.0 processes"),
     "one CPU for all": (
         with_rank(with_rank(CPUS, 0, cpus=(0,)), 1, cpus=(0,)),

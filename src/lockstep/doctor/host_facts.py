@@ -185,7 +185,7 @@ def private_names(hosts: Sequence[HostFacts]) -> dict[str, str]:
     with contextlib.suppress(KeyError, OSError):
         private[getpass.getuser()] = "USER"
     for number, host in enumerate(hosts):
-        private |= {address: f"ADDRESS-{number}" for address in host.addresses()} | {host.host: f"node-{number}"}
+        private |= dict.fromkeys(host.addresses(), f"ADDRESS-{number}") | {host.host: f"node-{number}"}
     return {name: shown for name, shown in private.items() if name not in ("", "/", "root", "localhost")}
 
 

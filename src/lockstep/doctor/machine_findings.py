@@ -48,6 +48,13 @@ def _ranks(facts: MachineFacts) -> Iterator[Finding]:
         )
     if not ranks:
         return
+    if any(node.host.visible_gpus for node in facts.nodes) and not any(rank.on_gpu for rank in ranks):
+        yield problem(
+            "ranks",
+            what="torch can use none of the GPUs that the driver shows",
+            why="they compute on the CPU",
+            command="python -c 'import torch; torch.zeros(1).cuda()'",
+        )
     kinds = Counter(rank.device for rank in ranks)
     if len(kinds) > 1:
         yield problem(
@@ -178,14 +185,13 @@ def _shared_files(facts: MachineFacts) -> Iterator[Finding]:
             why="the file server's cache of attributes: a resume may take an older checkpoint",
             command="mount -o actimeo=1",
         )
-    for rank in facts.seen.ranks:
-        if rank.lock != "refused":
-            yield problem(
-                "run directory",
-                what=f"rank {rank.rank} on {rank.host} asked for a lock that rank 0 holds, and got: {rank.lock}",
-                why="two runs in one directory are not noticed, and remove each other's checkpoints",
-                command="mount -o local_lock=none, or --run-dir on another file system",
-            )
+    for rank in [rank for rank in facts.seen.ranks if rank.lock == "granted"][:1]:
+        yield problem(
+            "run directory",
+            what=f"rank {rank.rank} on {rank.host} got a lock that rank 0 holds",
+            why="two runs in one directory are not noticed, and remove each other's checkpoints",
+            command="mount -o local_lock=none, or --run-dir on another file system",
+        )
 
 
 def _equal(facts: MachineFacts) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -21,7 +22,7 @@ import psutil
 import torch
 
 from lockstep.collectives import Group, KeyValueStore, open_group, open_store, time_pairs, time_sums
-from lockstep.doctor.host_facts import gather_files, gather_host
+from lockstep.doctor.host_facts import HostFacts, gather_files, gather_host
 from lockstep.doctor.machine_facts import NodeFacts, PairFacts, RankFacts, RanksFacts, ReachFacts
 from lockstep.launch_contract import RUN_DIR, RUN_ID
 from lockstep.network_interface import address_towards, interface_of
@@ -30,6 +31,7 @@ from lockstep.world import World
 _TIMEOUT_S: Final = 60.0
 _CONNECT_S: Final = 3.0  # on a network that drops what it does not let through
 _VISIBLE_S: Final = 10.0
+_AT_ONCE: Final = 64  # connections
 _WHAT: Final = "doctor"
 
 
@@ -41,7 +43,7 @@ def main(size: int) -> None:
     if world.leads_node:
         # The directory itself is the parent's, and is removed.
         host, files = gather_host(_launchers_environment(env)), gather_files(place.parent.parent, size)
-        reached = _reach(world, store, host.host, host.addresses()) if world.nodes > 1 and store is not None else ()
+        reached = _reach(world, store, host) if world.nodes > 1 and store is not None else ()
         NodeFacts(host, files, reached).write(place, world.node_rank)
     on_gpu = torch.cuda.is_available()
     number = world.local_rank if on_gpu and torch.cuda.device_count() > 1 else 0
@@ -68,23 +70,23 @@ def _launchers_environment(env: Mapping[str, str]) -> Mapping[str, str]:
     return env
 
 
-def _reach(world: World, store: KeyValueStore | None, host: str, addresses: tuple[str, ...]) -> tuple[ReachFacts, ...]:
+def _reach(world: World, store: KeyValueStore, host: HostFacts) -> tuple[ReachFacts, ...]:
     """Whether this node reaches each other one, at every address of it. All nodes call it at the same time."""
-    assert store is not None
-    reached = []
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-        # Connections wait in the kernel's queue, and need nobody who accepts them.
-        own = [host, str(server.getsockname()[1]), *(a for a in addresses if not a.startswith("fe80"))]
-        store.set(f"node/{world.node_rank}", " ".join(own))
-        for node in range(world.nodes):
-            if node == world.node_rank:
-                continue
-            to, port, *theirs = store.get(f"node/{node}", _TIMEOUT_S).split()
-            reached += [ReachFacts(host, to, address, _connect(address, int(port))) for address in theirs]
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    # Connections wait in the kernel's queue, and need nobody who accepts them.
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=4096) as server:
+        port, own = str(server.getsockname()[1]), [a for a in host.addresses() if not a.startswith("fe80")]
+        store.set(f"node/{world.node_rank}", " ".join([host.host, port, *own]))
+        others = [store.get(f"node/{n}", _TIMEOUT_S).split() for n in range(world.nodes) if n != world.node_rank]
+        ways = [(to, address, int(port)) for to, port, *addresses in others for address in addresses]
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            seconds = pool.map(_connect, (address for _, address, _ in ways), (port for _, _, port in ways))
+            found = tuple(ReachFacts(host.host, to, a, s) for (to, a, _), s in zip(ways, seconds, strict=True))
         store.set(f"reached/{world.node_rank}", "")
         for node in range(world.nodes):
-            store.get(f"reached/{node}", _TIMEOUT_S + _CONNECT_S * 10)
-    return tuple(reached)
+            store.get(f"reached/{node}", _TIMEOUT_S)
+    return found
 
 
 def _connect(address: str, port: int) -> float | None:
@@ -98,7 +100,7 @@ def _together(group: Group, world: World, place: Path, locked: int) -> list[Rank
     """What each rank sees of the others. Collective."""
     mark = place / "visible"
     if group.leads:
-        fcntl.lockf(locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(locked)
         mark.write_text("", encoding="utf-8")
     group.barrier(_WHAT)
     began, seen_s = time.monotonic(), None
@@ -146,8 +148,9 @@ def _bits(device: torch.device) -> str:
     weights = torch.randn(8 * 14 * 14, 8, generator=generator).to(device).requires_grad_()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    loss = (torch.conv2d(images, kernel).relu().flatten(1) @ weights).square().mean()
-    gradients = torch.autograd.grad(loss, (kernel, weights))
+    with torch.backends.cudnn.flags(deterministic=True, benchmark=False):
+        loss = (torch.conv2d(images, kernel).relu().flatten(1) @ weights).square().mean()
+        gradients = torch.autograd.grad(loss, (kernel, weights))
     torch.set_num_threads(threads)
     values = torch.cat([gradient.flatten() for gradient in gradients]).cpu()
     return hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
