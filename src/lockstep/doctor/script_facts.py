@@ -63,7 +63,7 @@ class ScriptFacts:
     samples_per_epoch: int | None = None
     activation_bytes: int | None = None  #: of a micro-batch
     joined: bool = True  #: whether it was in a process group
-    wraps: bool = False  #: whether its model is in DistributedDataParallel
+    waits_for_all: bool = False  #: its model is in a DistributedDataParallel that expects each gradient
     passes: tuple[PassFacts, ...] = ()
     saves: tuple[SaveFacts, ...] = ()
 

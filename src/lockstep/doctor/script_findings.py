@@ -61,7 +61,7 @@ def _gradients(facts: Sequence[ScriptFacts]) -> Iterator[Finding]:
         if names:
             listed = [name for each in facts for name in each.unused if name in names]
             shown = ", ".join(dict.fromkeys(listed[:_MOST_NAMES])) + ", ..." * (len(names) > _MOST_NAMES)
-            by_hand = facts[0].wraps
+            by_hand = facts[0].waits_for_all
             yield Finding(
                 "gradients",
                 "problem" if by_hand else "note",

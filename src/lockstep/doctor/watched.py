@@ -20,8 +20,8 @@ import runpy
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,17 +46,34 @@ _TIMED = 6  # steps, of which the first is warm-up
 _MOST_STEPS, _MOST_PASSES = 60, 3  # of training
 
 
-class ReductionCounter(TorchDispatchMode):
-    """Counts the collectives by which values of ranks come together, as torch dispatches them."""
+@dataclass(slots=True)
+class OpenPass:
+    """A pass, and what happens from each batch that it gives until another pass gives one."""
 
-    def __init__(self) -> None:
+    facts: PassFacts
+    loader: DataLoader[Any] | None
+    steps: int = 0
+    reductions: int = 0
+    forwards: set[bool] = field(default_factory=set)  #: whether with gradients
+
+    def ended(self) -> PassFacts:
+        """What is known of it now."""
+        evaluates = self.forwards == {False} and not self.steps
+        return replace(self.facts, evaluates=evaluates, steps=self.steps, reductions=self.reductions)
+
+
+class ReductionCounter(TorchDispatchMode):
+    """Calls ``count`` for each collective by which values of ranks come together, as torch dispatches them."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.number = 0
+        self._count: Final = count
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
-        self.number += name.startswith("c10d") and ("reduce" in name or "gather" in name)
+        if name.startswith("c10d") and ("reduce" in name or "gather" in name):
+            self._count()
         return func(*args, **(kwargs or {}))
 
 
@@ -67,24 +84,25 @@ class Watch:
         self._world: Final = world
         self._directory: Final = directory
         self._on_gpu: Final = torch.cuda.is_available()
-        self._waits: Final = HostWaits(on_gpu=self._on_gpu, trains=lambda: True in self._forwards and not self._reads)
-        self._reductions: Final = ReductionCounter()
+        self._waits: Final = HostWaits(
+            on_gpu=self._on_gpu, trains=lambda: True in self._now.forwards and not self._reads
+        )
         self._watching: contextlib.ExitStack | None = None
         self._ends: list[tuple[float, float]] = []  # of steps: when, and how long loaders were waited for until then
         self._data_s = 0.0
         self._steps = self._watched_from = 0
-        self._wraps = self._reads = False
+        self._reads = False
         self._unused: tuple[str, ...] | None = None
-        self._passes: list[tuple[PassFacts, DataLoader[Any]]] = []
-        self._forwards: set[bool] = set()  # in this pass: whether with gradients
-        self._began_steps = self._began_reductions = 0
+        self._wrappers: list[nn.parallel.DistributedDataParallel] = []
+        self._now: OpenPass = OpenPass(PassFacts("", 0, evaluates=False), None)  # which has given the last batch
+        self._passes: list[OpenPass] = []
         self._saves: dict[str, SaveFacts] = {}
 
     def begin(self) -> None:
         """Watch from now on."""
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        register_module_forward_pre_hook(lambda module, args: self._forwards.add(torch.is_grad_enabled()))
+        register_module_forward_pre_hook(lambda module, args: self._now.forwards.add(torch.is_grad_enabled()))
         iterate, save, load, watch = DataLoader.__iter__, torch.save, torch.load, self
 
         def iterate_less(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -119,27 +137,31 @@ class Watch:
             for name, parameter in root.named_parameters()
             if id(parameter) in learning and parameter.grad is None
         )
-        self._wraps = any(isinstance(module, nn.parallel.DistributedDataParallel) for module in modules)
+        self._wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._write()  # it may fail in the next step
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
         self._steps += 1
+        self._now.steps += 1
         if self._steps <= _TIMED:
             self._ends.append((time.perf_counter(), self._data_s))
         elif self._watching is None:
             self._watching, self._watched_from = contextlib.ExitStack(), self._steps
             self._watching.enter_context(self._waits)
-            self._watching.enter_context(self._reductions)
+            self._watching.enter_context(ReductionCounter(self._count))
         if self._steps >= _MOST_STEPS:
             raise SystemExit(0)
 
+    def _count(self) -> None:
+        self._now.reductions += 1
+
     def _pass_over(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
         """What ``loader`` would give, but for most of it."""
-        self._end_pass()
-        if sum(bool(each.steps) for each, _ in self._passes) >= _MOST_PASSES:
+        if sum(bool(each.steps) for each in self._passes) >= _MOST_PASSES:
             raise SystemExit(0)
-        most = _LATER if any(of is loader for _, of in self._passes) else _FIRST
-        self._passes.append((self._new_pass(loader), loader))
+        most = _LATER if any(each.loader is loader for each in self._passes) else _FIRST
+        opened = OpenPass(self._new_pass(loader), loader)
+        self._passes.append(opened)
         for _ in range(most):
             began, self._reads = time.perf_counter(), True
             try:
@@ -149,11 +171,10 @@ class Watch:
             finally:
                 self._data_s += time.perf_counter() - began
                 self._reads = False
+            self._now = opened
             yield batch
 
     def _new_pass(self, loader: DataLoader[Any]) -> PassFacts:
-        self._forwards.clear()
-        self._began_steps, self._began_reductions = self._steps, self._reductions.number
         streams = isinstance(loader.dataset, IterableDataset)
         sampler = None if streams else getattr(loader.batch_sampler, "sampler", loader.sampler)
         divided = isinstance(sampler, DistributedSampler)
@@ -173,15 +194,6 @@ class Watch:
             watched=self._watching is not None,
         )
 
-    def _end_pass(self) -> None:
-        """What is known when the next pass begins, or the script ends, of the one before."""
-        if self._passes:
-            before, loader = self._passes[-1]
-            steps = self._steps - self._began_steps
-            reductions = self._reductions.number - self._began_reductions
-            evaluates = self._forwards == {False} and not steps
-            self._passes[-1] = replace(before, evaluates=evaluates, steps=steps, reductions=reductions), loader
-
     def _noted(self, path: str | os.PathLike[str]) -> Path:
         place, _, _ = find_user_frame(sys._getframe(2))
         self._saves.setdefault(os.fspath(path), SaveFacts(os.path.abspath(path), place.file, place.line))
@@ -191,10 +203,10 @@ class Watch:
         return self._directory / f"saved-{self._world.rank}-{list(self._saves).index(os.fspath(path))}"
 
     def _write(self) -> None:
-        self._end_pass()
         took = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(self._ends, self._ends[1:], strict=False)]
         device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
-        training = next((each for each in self._passes if each[0].steps), None)
+        training = next((each.loader for each in self._passes if each.steps), None)
+        reduces = any(each.reductions for each in (self._now, *self._passes))
         ScriptFacts(
             rank=self._world.rank,
             ranks=self._world.size,
@@ -202,15 +214,15 @@ class Watch:
             on_gpu=self._on_gpu,
             step_s=statistics.median(step_s for step_s, _ in took) if took else 0.0,
             data_s=statistics.median(data_s for _, data_s in took) if took else 0.0,
-            samples=self._world.size * ((training[0].batch_size if training else 0) or 0),
-            workers=training[1].num_workers if training else 0,
+            samples=self._world.size * ((training.batch_size if training else 0) or 0),
+            workers=training.num_workers if training else 0,
             peak_bytes=torch.cuda.max_memory_allocated() if self._on_gpu else host_memory().host_peak or 0,
             free_bytes=free_bytes(device, self._world.local_size),
             unused=self._unused or (),
             waits=self._waits.found(max(1, self._steps - self._watched_from)),
-            joined=self._wraps or self._reductions.number > 0,
-            wraps=self._wraps,
-            passes=tuple(each for each, _ in self._passes),
+            joined=bool(self._wrappers) or reduces,
+            waits_for_all=any(not (each.find_unused_parameters or each.static_graph) for each in self._wrappers),
+            passes=tuple(each.ended() for each in self._passes),
             saves=tuple(self._saves.values()),
         ).write(self._directory)
 

@@ -11,35 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from doctor_command import DEADLINE_S, SOURCE, doctor
+from doctor_machines import files, host
 from hypothesis import given
 from hypothesis import strategies as st
-from machines import files, host
 
-import lockstep
 from hosts import hosts, why_not
 from lockstep.cli.doctor import doctor_options
 from lockstep.collectives import pair_rounds
 from lockstep.doctor.host_facts import driver_facts, gather_files, gather_host
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
 
-SOURCE = str(Path(lockstep.__file__).parents[1])
-DEADLINE_S = 250  #: for what takes ten seconds on an idle machine
-
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
-
-
-def doctor(*words, cwd, **env):
-    """The exit code, what was printed and what was said."""
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "doctor", *words],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": SOURCE, **env},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_this_host_is_as_python_knows_it():

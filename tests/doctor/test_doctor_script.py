@@ -1,12 +1,14 @@
 """What the doctor says of scripts: faults are planted in scripts that really run on two ranks, and each is found."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
-from scripts import CLEAN, RAW, RUN, UNUSED, line_of
-from test_gathered import DEADLINE_S, doctor
+from doctor_command import DEADLINE_S, doctor
+from doctor_scripts import CLEAN, RAW, RUN, UNUSED, line_of
 
+from example_scripts import EXAMPLES
 from lockstep.doctor.script_facts import PassFacts, SaveFacts, ScriptFacts
 from lockstep.doctor.script_findings import ScriptSeen, Tried, judge_script, workers_wanted
 from lockstep.doctor.source_faults import averaged_twice
@@ -73,6 +75,17 @@ def test_each_fault_of_a_script_with_run_is_found(tmp_path):
     assert said[3][1].startswith(f"train.py:{line_of(RUN, 'waits')}: print, 1.0 times a step")
 
 
+@pytest.mark.parametrize("name", ["contrastive", "digits", "embedding", "finetune", "gan", "gpt", "uneven", "vit"])
+def test_examples_have_no_problem(tmp_path, name):
+    """Those that need no data; a note may be there, such as of a line that needs a tensor's value."""
+    for path in EXAMPLES.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    code, shown, said = doctor(f"{name}.py", "--time", "8", "--json", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 0, shown + said
+    found = {each["section"] for each in json.loads(shown)["findings"] if each["level"] != "ok"}
+    assert found <= {"host waits", "loader"}, shown
+
+
 # ---- judgements ----------------------------------------------------------------------------------------------------
 
 ALONE = ScriptFacts(
@@ -80,7 +93,7 @@ ALONE = ScriptFacts(
 )
 EVALUATION = PassFacts("a.py", 9, evaluates=True, length=100, batch_size=10, divided=2, reductions=1)
 TRAINING = PassFacts("a.py", 5, evaluates=False, steps=5, length=100, batch_size=10, divided=2, shuffles=True)
-BY_HAND = replace(ALONE, uses_run=False, wraps=True, passes=(TRAINING, replace(TRAINING, epoch=1), EVALUATION))
+BY_HAND = replace(ALONE, uses_run=False, waits_for_all=True, passes=(TRAINING, replace(TRAINING, epoch=1), EVALUATION))
 
 
 def found_of(facts, *others, **more):
@@ -109,7 +122,7 @@ def test_where_nothing_is_wrong_nothing_is_found():
         (replace(BY_HAND, passes=(replace(EVALUATION, reductions=0),)), "evaluation"),
         (replace(BY_HAND, passes=(replace(EVALUATION, divided=0),)), "evaluation"),
         (replace(BY_HAND, saves=(SaveFacts("/a/m.pt", "a.py", 7),)), "saves"),
-        (replace(BY_HAND, joined=False, wraps=False), "ranks"),
+        (replace(BY_HAND, joined=False), "ranks"),
     ],
 )
 def test_what_is_wrong_is_found_and_nothing_else(facts, section):
@@ -134,6 +147,12 @@ def test_workers_are_as_many_as_it_takes():
     assert workers_wanted(replace(ALONE, step_s=0.1, data_s=0.08)) == 4  # reads 80 ms, computes 20 ms
     assert workers_wanted(replace(ALONE, step_s=0.1, data_s=0.08, workers=2)) == 10  # two read for 100 ms each
     assert workers_wanted(replace(ALONE, step_s=0.1, data_s=0.0, workers=3)) == 4
+
+
+def test_only_a_ddp_that_waits_for_each_gradient_fails_without_one():
+    for waits, level in ((True, "problem"), (False, "note")):
+        facts = replace(BY_HAND, unused=("head",), waits_for_all=waits)
+        assert [f.level for f in judge_script(ScriptSeen([facts, facts])) if f.section == "gradients"] == [level]
 
 
 def test_a_gradient_that_is_missing_on_one_rank_is_told_as_that():

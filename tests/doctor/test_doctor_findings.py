@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from machines import GIB, gpu, machine, with_files, with_host, with_rank
+from doctor_machines import GIB, gpu, machine, with_files, with_host, with_rank
 
 from lockstep.doctor.finding import Report
 from lockstep.doctor.host_facts import InterfaceFacts
