@@ -175,7 +175,6 @@ def test_where_nothing_is_wrong_nothing_is_found_and_all_is_told(facts):
         ("OMP_PROC_BIND", "false"),
         ("NCCL_DEBUG", "WARN"),
         ("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
-        ("LOCKSTEP_VIEW", "lines"),
         ("PYTHONHASHSEED", "0"),
         ("NCCL_IB_DISABLE", "0"),
         ("CUDA_VISIBLE_DEVICES", "0,1"),
@@ -183,6 +182,11 @@ def test_where_nothing_is_wrong_nothing_is_found_and_all_is_told(facts):
 )
 def test_variables_that_do_not_bite(name, value):
     assert wrong(variables(**{name: value})) == []
+
+
+def test_a_small_sum_says_nothing_of_a_link():
+    slow = WRONG["slow Ethernet"][0]
+    assert wrong(replace(slow, seen=replace(slow.seen, sum_bytes=1 << 20))) == []
 
 
 def test_what_several_hosts_have_alike_is_one_finding_with_their_names():

@@ -40,6 +40,8 @@ VARIABLES: Final = re.compile(
     "(NCCL|TORCH|GLOO|TP|CUDA|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|PYTORCH|CUBLAS|ATEN|LOCKSTEP|UCX|FI|NVIDIA|PYTHON)_?"
     "[A-Z]|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LD_PRELOAD|TMPDIR)$"
 )
+#: A secret, and how the doctor itself is shown.
+_NOT_TOLD: Final = ("LOCKSTEP_SECRET", "LOCKSTEP_VIEW")
 _LIMITS: Final = {
     "open files": resource.RLIMIT_NOFILE,
     "processes": resource.RLIMIT_NPROC,
@@ -175,7 +177,7 @@ def gather_host(env: Mapping[str, str]) -> HostFacts:
         scheduler_gpus=given.gpus_per_node,
         scheduler_cpus=next((node.slots for node in given.nodes if host.startswith(node.name.split(".")[0])), 0),
         on_login_node=not given.inside,
-        variables={name: value for name, value in env.items() if VARIABLES.match(name) and name != "LOCKSTEP_SECRET"},
+        variables={name: value for name, value in env.items() if VARIABLES.match(name) and name not in _NOT_TOLD},
     )
 
 
