@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hosts import hosts, why_not
 from lockstep.cli.doctor import doctor_options
 from lockstep.collectives import pair_rounds
-from lockstep.doctor.host_facts import driver_facts, gather_files, gather_host
+from lockstep.doctor.host_facts import LARGE, driver_facts, gather_files, gather_host
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
 
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)
@@ -92,7 +92,7 @@ def test_a_gpu_that_does_not_say_all_counts_as_well():
 
 
 def test_a_directory_is_written_as_a_checkpoint_and_left_as_it_was(tmp_path):
-    facts = gather_files(tmp_path, 100_000)
+    facts = gather_files(tmp_path, LARGE)
     assert not facts.error
     assert facts.links
     assert facts.locks
@@ -201,7 +201,12 @@ def test_two_hosts_see_each_other(tmp_path):
     first, second = map(json.loads, shown)
     assert first["tested"] == "2 ranks on 2 nodes; 1 pair of ranks moved data over gloo", shown[0]
     assert second["tested"].endswith("tells the rest")
-    notes = [each["what"] for each in first["findings"] if each["level"] != "ok" and each["section"] != "CPUs"]
+    # A machine that is busy with other tests may have more to say of its disk, its links and its CPUs.
+    notes = [
+        each["what"]
+        for each in first["findings"]
+        if each["level"] != "ok" and each["section"] in ("ports", "variables", "versions", "interfaces", "clocks")
+    ]
     assert sorted(notes) == [
         "NCCL_DEBUG=INFO (on n2)",
         "some addresses do not answer: n2 at 172.17.0.1",

@@ -164,10 +164,8 @@ class Partly(nn.Module):
         return self.used(x)
 
 
-def test_lines_that_need_values_and_parameters_without_a_gradient_are_named(tmp_path, monkeypatch):
-    request = MeasureRequest(str(tmp_path), 9, gradients=True, waits=True, budget_s=1e-9)
-    monkeypatch.setenv(MEASURE, request.to_text())
-    with pytest.raises(SystemExit), Run(workers=0, replay=False) as run:
+def train_partly():
+    with Run(workers=0, replay=False) as run:
         model = run.model(Partly())
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         batches = run.loader(Slow(0.0), global_batch=16, micro_batch=8)
@@ -178,6 +176,13 @@ def test_lines_that_need_values_and_parameters_without_a_gradient_are_named(tmp_
                 float(loss.detach())
             for x in run.evaluate(batches):
                 x.sum().item()
+
+
+def test_lines_that_need_values_and_parameters_without_a_gradient_are_named(tmp_path, monkeypatch):
+    request = MeasureRequest(str(tmp_path), 9, gradients=True, waits=True, budget_s=1e-9)
+    monkeypatch.setenv(MEASURE, request.to_text())
+    with pytest.raises(SystemExit):
+        train_partly()
     (record,) = records(tmp_path)
     assert record.unused == ("unused.weight", "unused.bias")
     assert len(record.steps) == 3, "there is no time for more"

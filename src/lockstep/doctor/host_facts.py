@@ -40,6 +40,7 @@ VARIABLES: Final = re.compile(
     "(NCCL|TORCH|GLOO|TP|CUDA|OMP|GOMP|KMP|MKL|OPENBLAS|ONEDNN|DNNL|PYTORCH|CUBLAS|ATEN|LOCKSTEP|UCX|FI|NVIDIA|PYTHON)_?"
     "[A-Z]|(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|LD_PRELOAD|TMPDIR)$"
 )
+LARGE: Final = 16 << 20  #: bytes: how fast fewer of them are written, or sent, is no measure
 #: A secret, and how the doctor itself is shown.
 _NOT_TOLD: Final = ("LOCKSTEP_SECRET", "LOCKSTEP_VIEW")
 _LIMITS: Final = {
@@ -132,7 +133,7 @@ class FileFacts:
     kind: str = ""  #: such as ext4, nfs4
     error: str = ""  #: why files cannot be written as a checkpoint needs it
     free_bytes: int = 1 << 40
-    bytes_per_s: float = 1e9  #: written and flushed
+    bytes_per_s: float = 1e9  #: written and flushed; 0: not measured
     commit_s: float = 0.0  #: to flush a small file, rename it and flush the directory
     links: bool = True  #: whether there are hard links
     locks: bool = True
@@ -244,7 +245,8 @@ def gather_files(directory: Path, size: int) -> FileFacts:
             written += LOCAL.write(file, block[: size - written])
         LOCAL.sync(file)
         LOCAL.close(file)
-        facts["bytes_per_s"] = size / max(1e-6, time.monotonic() - began)
+        # A small file takes as long as its flush.
+        facts["bytes_per_s"] = size / max(1e-6, time.monotonic() - began) if size >= LARGE else 0.0
         began, now = time.monotonic(), time.time()
         file = LOCAL.create(place / "small.new")
         LOCAL.write(file, block[:4096])

@@ -214,7 +214,7 @@ def _file_rows(files: FileFacts) -> tuple[Row, ...]:
         (bad, "problem", fails, "", "--run-dir on another file system"),
         (files.free_bytes < 64 * _MIB, "problem", free, "no checkpoint fits", "df -h"),
         (64 * _MIB <= files.free_bytes < _GIB, "note", free, "some checkpoints fill it", "df -h"),
-        (files.bytes_per_s < _SLOW_DISK, "note", rates, "a save takes long, beside the training", seldom),
+        (0 < files.bytes_per_s < _SLOW_DISK, "note", rates, "a save takes long, beside the training", seldom),
         (files.commit_s > 2, "note", commit, "each save does that some times", seldom),
         (not files.locks, "note", f"{path} has no locks", twice, "--run-dir of its own for each run"),
         (not files.links, "note", f"{path} has no hard links", "--rdzv-takeover needs them", "--run-dir elsewhere"),
@@ -224,8 +224,9 @@ def _file_rows(files: FileFacts) -> tuple[Row, ...]:
 
 
 def _file_words(files: FileFacts) -> str:
-    speed = f"{rate(files.bytes_per_s)}, {brief(files.commit_s)} to flush and rename"
-    return f"{files.path} ({files.kind}): {size(files.free_bytes)} free, {speed}"
+    speed = f", {rate(files.bytes_per_s)}" if files.bytes_per_s else ""
+    commit = f"{brief(files.commit_s)} to flush and rename"
+    return f"{files.path} ({files.kind}): {size(files.free_bytes)} free{speed}, {commit}"
 
 
 def _cpu_rows(host: HostFacts) -> tuple[Row, ...]:

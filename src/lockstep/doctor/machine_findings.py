@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Final
 
 from lockstep.doctor.finding import Finding, Level, note, ok, problem
+from lockstep.doctor.host_facts import LARGE
 from lockstep.doctor.host_findings import brief, host_findings, rate
 from lockstep.doctor.machine_facts import MachineFacts
 from lockstep.formatting import format_ranks, plural, size
 from lockstep.scale import open_catalogue
 
 _SLOW_LINK: Final = 4.0  # times slower than the catalogue: another link than the one that should be there
-_LARGE: Final = 16 << 20  # bytes; a smaller sum takes as long as its messages need to begin
 _SLOW_PAIR: Final = 3.0  # times slower than the median pair
 _CLOCK_S: Final = 1.0
 _NUMBER: Final = re.compile(r"(?<!GPU )\d[\d.]*( [KMGT]?iB)?")
@@ -95,7 +95,7 @@ def _links(facts: MachineFacts) -> Iterator[Finding]:
         speeds = [each.mbit for n in facts.nodes for each in n.host.interfaces if each.name == first.interface]
         expected = min(filter(None, speeds), default=0) * 1e6 / 8
     what = f"a sum over all ranks moves {rate(reached)} ({size(seen.sum_bytes)} in {brief(seen.sum_s)})"
-    if seen.sum_bytes >= _LARGE and reached * _SLOW_LINK < expected:
+    if seen.sum_bytes >= LARGE and reached * _SLOW_LINK < expected:
         yield note(
             "links",
             what=f"{what}; {link.name if link and first.on_gpu else first.interface} has {rate(expected)}",
