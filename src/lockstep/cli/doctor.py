@@ -18,7 +18,7 @@ def doctor_options() -> Parser:
         usage="lockstep doctor [script.py] [options] [-- script options]",
         description="Start ranks and have them send data to each other: is this machine, or are all nodes of this job, "
         "fit for a training? With a script: train it for about a minute on two ranks, and say what it loses and what "
-        "it gets wrong there. Nothing that the script saves is kept.",
+        "it gets wrong there. What it saves by Run or torch.save is not kept.",
         allow_abbrev=False,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
         epilog="Exit codes: 0 nothing blocks a training, 2 usage, 3 something does.",
