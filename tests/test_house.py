@@ -30,6 +30,7 @@ FLOORS = (
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale"),
+    ("doctor",),
     ("cli", "testing"),
     ("__init__", "__main__"),
 )

@@ -40,6 +40,7 @@ FAULT_NOTES = "faults.txt"  #: in the run directory: a line for each fault on pu
 EXIT_OK = 0
 EXIT_FAILED = 1  #: a rank failed
 EXIT_USAGE = 2  #: options or configuration that cannot be used
+EXIT_BLOCKED = 3  #: of `lockstep doctor`: it has found what prevents a training, or makes it wrong
 EXIT_NOT_SAVED = 74  #: trained to the end, but the last step is in no checkpoint, though checkpoints were asked for
 EXIT_STOPPED = 75  #: stopped with a complete checkpoint: run again to resume
 EXIT_TIMEOUT = 124  #: nodes that were waited for did not come in time

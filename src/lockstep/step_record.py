@@ -20,6 +20,8 @@ class MeasureRequest:
     gradients: bool = False  #: when each gradient is ready; else only when the last one is
     memory: bool = False  #: what the first forward pass keeps for the backward pass
     flops: bool = False  #: count the operations of one more step after the others
+    waits: bool = False  #: count where the host waits for values, in ten more steps after the others
+    budget_s: float = 0.0  #: as few of the steps as fit in so many seconds, by the first ones; 0: all of them
     sum_bytes: tuple[int, ...] = ()  #: sizes of sums over all ranks to be timed after the steps
     sum_budget_s: float = 60.0  #: how long that may take
 
@@ -79,6 +81,17 @@ class GradientTime:
 
 
 @dataclass(frozen=True, slots=True)
+class HostWait:
+    """A line of a script that needs values of tensors."""
+
+    file: str
+    line: int
+    calls: str  #: such as ``.item()``
+    count: float  #: of calls in a step
+    seconds: float  #: in a step
+
+
+@dataclass(frozen=True, slots=True)
 class RankRecord:
     """What one rank has seen."""
 
@@ -108,6 +121,11 @@ class RankRecord:
     gradients: tuple[GradientTime, ...] = field(default=())  #: in the order in which they become ready
     sums: tuple[tuple[int, float], ...] = ()  #: bytes and median seconds of sums over all ranks
     training_steps: int | None = None  #: of a training that counts steps; None: it counts epochs
+    samples_per_epoch: int | None = None
+    workers: int = 0  #: processes of its own, which read the data
+    free_bytes: int = 0  #: what this rank may still take of its memory; 0: not known
+    unused: tuple[str, ...] = ()  #: parameters that learn and got no gradient; looked for where `gradients` are
+    waits: tuple[HostWait, ...] = ()  #: in the loop's body
 
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
@@ -127,4 +145,6 @@ class RankRecord:
         values["steps"] = tuple(StepTimes(**{**s, **{n: tuple(s[n]) for n in listed}}) for s in values["steps"])
         values["gradients"] = tuple(GradientTime(**gradient) for gradient in values["gradients"])
         values["sums"] = tuple((size, seconds) for size, seconds in values["sums"])
+        values["waits"] = tuple(HostWait(**wait) for wait in values["waits"])
+        values["unused"] = tuple(values["unused"])
         return cls(**values)

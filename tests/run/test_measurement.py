@@ -153,3 +153,40 @@ def test_the_parts_of_a_step_add_up_to_it(marked):
     assert min(parts) >= 0
     assert found.exposed_s >= sum(seconds for part, seconds, *_ in marked if part == "exposed") - 1e-9
     assert found.cpu_s <= sum(s for part, s, *_ in marked if part in ("forward", "backward")) + 1e-9
+
+
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def train_partly():
+    with Run(workers=0, replay=False) as run:
+        model = run.model(Partly())
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(Slow(0.0), global_batch=16, micro_batch=8)
+        for _ in run.epochs(9):
+            for x in run.train(batches):
+                loss = model(x).square().mean()
+                run.step(loss)
+                float(loss.detach())
+            for x in run.evaluate(batches):
+                x.sum().item()
+
+
+def test_lines_that_need_values_and_parameters_without_a_gradient_are_named(tmp_path, monkeypatch):
+    request = MeasureRequest(str(tmp_path), 9, gradients=True, waits=True, budget_s=1e-9)
+    monkeypatch.setenv(MEASURE, request.to_text())
+    with pytest.raises(SystemExit):
+        train_partly()
+    (record,) = records(tmp_path)
+    assert record.unused == ("unused.weight", "unused.bias")
+    assert len(record.steps) == 3, "there is no time for more"
+    (wait,) = record.waits
+    assert (wait.file, wait.calls, wait.count) == (__file__, "float()", 2.0)
+    assert wait.seconds > 0
+    assert (record.samples_per_epoch, record.workers) == (64, 0)

@@ -20,6 +20,7 @@ from typing import Any
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser, split_at_script
+from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
 from lockstep.cli.other_launchers import INSTEAD
@@ -446,6 +447,7 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         *TOP_COMMANDS,
+        *DOCTOR_COMMANDS,
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,
         *TUNE_COMMANDS,

@@ -15,6 +15,7 @@ from lockstep.collectives.leader_gather import gather_on_leader
 from lockstep.collectives.neighbour_link import NeighbourLink, Neighbours, meet_neighbours
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
+from lockstep.collectives.pair_timing import PairTime, pair_rounds, time_pairs
 from lockstep.collectives.reduce_scatter import (
     NativeReduceScatter,
     ReduceScatter,
@@ -45,6 +46,7 @@ __all__ = [
     "Node",
     "ObjectChannel",
     "OwnerBroadcast",
+    "PairTime",
     "RankOrderAllReduce",
     "ReadBox",
     "ReduceScatter",
@@ -74,7 +76,9 @@ __all__ = [
     "open_owner_broadcast",
     "open_reduce_scatter",
     "open_store",
+    "pair_rounds",
     "single_rank_group",
+    "time_pairs",
     "time_sums",
     "translating_peer_errors",
     "wait_clock",

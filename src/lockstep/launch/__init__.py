@@ -13,10 +13,10 @@ from lockstep.launch.agent import AfterFailure, Stops
 from lockstep.launch.child_process import die_with_parent, name_process, without_ignored_hangup
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
-from lockstep.launch.host import Machine
+from lockstep.launch.host import Machine, ask_driver
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.program_sources import unread_options
+from lockstep.launch.program_sources import mentions_lockstep, own_sources, unread_options
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -28,8 +28,8 @@ from lockstep.launch.request import (
     without_options,
 )
 from lockstep.launch.run_directory import is_in_use, next_generation, ranks_of, versions
-from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
-from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
+from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
+from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.workers.fork_server import import_torch
 from lockstep.launch_contract import STOP_SIGNALS
@@ -39,6 +39,7 @@ __all__ = [
     "SITE_FILE",
     "STOP_SIGNALS",
     "AfterFailure",
+    "Allocation",
     "Executable",
     "Failure",
     "Function",
@@ -51,6 +52,8 @@ __all__ = [
     "Request",
     "Script",
     "Stops",
+    "allocation",
+    "ask_driver",
     "asks_for_help",
     "check_program",
     "die_with_parent",
@@ -62,8 +65,10 @@ __all__ = [
     "job_script",
     "kind_options",
     "launch",
+    "mentions_lockstep",
     "name_process",
     "next_generation",
+    "own_sources",
     "ranks_of",
     "show_help",
     "start",

@@ -79,7 +79,7 @@ def _driver_gpus() -> tuple[int, bool]:
         count = int(nvml.nvmlDeviceGetCount())
         return count, any(_is_divided(nvml, nvml.nvmlDeviceGetHandleByIndex(number)) for number in range(count))
 
-    return _ask_driver(present, (0, False))
+    return ask_driver(present, (0, False))
 
 
 def cpus_beside_gpus(allowed: str | None, cpus: int) -> list[frozenset[int]]:
@@ -94,10 +94,10 @@ def cpus_beside_gpus(allowed: str | None, cpus: int) -> list[frozenset[int]]:
         entries = _entries(allowed, int(nvml.nvmlDeviceGetCount()))
         return [_cpus_beside(nvml, entry, cpus) for entry in entries]
 
-    return _ask_driver(beside, [])
+    return ask_driver(beside, [])
 
 
-def _ask_driver(ask: Callable[[Any], T], otherwise: T) -> T:
+def ask_driver(ask: Callable[[Any], T], otherwise: T) -> T:
     """What NVIDIA's management library is asked for; ``otherwise`` without a driver, or where it refuses."""
     if not any(map(os.path.exists, _DRIVER)):
         return otherwise

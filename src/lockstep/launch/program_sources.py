@@ -61,6 +61,12 @@ def needs_only_python(program: Program) -> bool:
     return all(name in sys.stdlib_module_names or any(_files_of(root, [name])) for name in named)
 
 
+def own_sources(program: Program) -> list[tuple[str, str]]:
+    """Path and text of the program's source, and of each file of its own that this imports."""
+    root = Path.cwd() if isinstance(program, Module) else Path(program.name).resolve().parent
+    return [(str(root / name), text.decode(errors="replace")) for name, text in _own_files(program, _MOST_SEARCHED)]
+
+
 def unread_options(program: Program, known: Collection[str]) -> list[str]:
     """Those of the ``known`` options among the program's arguments that its source does not mention.
 

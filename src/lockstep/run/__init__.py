@@ -39,7 +39,8 @@ run_log              the record of metrics, and the trackers
 whole_models         models out of a run, wherever their parts lie
 progress_reporter    where the run is, for the user and for the launcher; rank_warnings: what single ranks have to say
 
-measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes
+measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes;
+                     host_waits: where the script waits for values
 
 loop_checks          what the loop's body must not do; left_out_samples: micro-batches that have lost some
 outside_forward      methods of a model that do not train, named
@@ -50,7 +51,9 @@ nonfinite            losses and gradients must be finite
 identity             what the bits depend on, compared between ranks and at a resume
 """
 
+from lockstep.run.host_waits import HostWaits
 from lockstep.run.metrics import MetricMeans
+from lockstep.run.oom_advice import free_bytes
 from lockstep.run.run import Run
 
-__all__ = ["MetricMeans", "Run"]
+__all__ = ["HostWaits", "MetricMeans", "Run", "free_bytes"]

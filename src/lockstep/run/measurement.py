@@ -1,17 +1,21 @@
 """A benchmark's run: some steps of the user's own script are measured on each rank, and then it ends.
 
-    LOCKSTEP_MEASURE     steps 0 .. n-1          [step n]              sums of ten sizes     exit code 0
-                         taken apart             operations counted    over all ranks        one record per rank
+    LOCKSTEP_MEASURE     steps 0 .. n-1          [steps n ..]          sums of ten sizes     exit code 0
+                         taken apart             operations, waits     over all ranks        one record per rank
+                                                 counted
 
 What is computed in the steps that are measured is what is computed without it, bit for bit.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,9 +27,14 @@ from lockstep.collectives import local_part, time_sums
 from lockstep.heartbeat import ProgressMarker
 from lockstep.launch_contract import EXIT_OK
 from lockstep.progress import Progress
+from lockstep.run.host_waits import HostWaits
+from lockstep.run.oom_advice import free_bytes
 from lockstep.run.setup import RunContext
-from lockstep.run.step_recorder import StepRecorder
+from lockstep.run.step_recorder import OUTSIDE, StepRecorder
 from lockstep.step_record import MeasureRequest, RankRecord
+
+_WAIT_STEPS: Final = 10  # a script that prints every ten steps prints in one of them
+_PACE_STEPS: Final = 3  # by which it is known how many fit into a budget
 
 
 class Measurement:
@@ -36,10 +45,21 @@ class Measurement:
         self._request: Final = request
         self._recorder: Final = StepRecorder(context.marker, context.device, gradients=request.gradients)
         self._kept: Final = KeptForBackward(context.marker)
-        self._flops: Any = None  # counts the step after the others
+        self._flops: Any = FlopCounterMode(display=False) if request.flops else None
+        self._waits: Final = (
+            HostWaits(
+                on_gpu=context.device.type == "cuda", trains=lambda: context.marker.phase not in ("data", *OUTSIDE)
+            )
+            if request.waits
+            else None
+        )
+        self._counting: ExitStack | None = None  # the steps after the others, in which these count
+        self._counted_samples = 0
+        self._counted = _WAIT_STEPS if request.waits else 1 if request.flops else 0  # so many
         self._flops_per_sample: float | None = None
         self._begun = self._over = False
         self._steps = request.steps  # that are measured
+        self._began_s = 0.0
         self._progress = Progress()
 
     def at(self, progress: Progress, *, begins_pass: bool) -> None:
@@ -56,18 +76,22 @@ class Measurement:
         samples, self._progress = progress.samples - self._progress.samples, progress
         if samples:
             self._recorder.note_samples(samples)
+            self._counted_samples += samples if self._counting is not None else 0
+        if done == _PACE_STEPS < self._steps and self._request.budget_s and samples:
+            self._fit(done)
         if done < self._steps:
             self._recorder.begin_step(done, begins_pass=begins_pass)
-        elif self._request.flops and self._flops is None:
+        elif self._counting is None and self._counted:
             self._recorder.begin_step(done, begins_pass=begins_pass)  # which ends the one before
             self._recorder.end()
-            self._flops = FlopCounterMode(display=False)
-            self._flops.__enter__()
-        elif self._flops is None or samples:
+            self._counting = ExitStack()
+            for mode in filter(None, (self._flops, self._waits)):
+                self._counting.enter_context(mode)
+        elif done >= self._steps + self._counted:
+            self._end_counting()
             if self._flops is not None:
-                self._flops.__exit__(None, None, None)
                 ranks = self._context.group.size
-                self._flops_per_sample = self._flops.get_total_flops() * ranks / samples
+                self._flops_per_sample = self._flops.get_total_flops() * ranks / self._counted_samples
             self._finish()
 
     def close(self) -> None:
@@ -79,13 +103,24 @@ class Measurement:
         self._begun = True
         length = self._context.position.length
         whole = length.steps or (length.epochs or 0) * (length.steps_per_epoch or 0)
-        if whole and self._request.flops:
-            # A short training leaves one step for what is counted.
-            self._steps = max(1, min(self._steps, whole - 1))
+        if whole and self._counted:
+            # A short training leaves one step for what is counted, and of more a half.
+            self._counted = max(1, min(self._counted, whole // 2))
+            self._steps = max(1, min(self._steps, whole - self._counted))
+        self._began_s = time.monotonic()
         Path(self._request.directory).mkdir(parents=True, exist_ok=True)
         self._recorder.begin([p for _, p in self._learning()])
         if self._request.memory:
             self._kept.open(self._context.state.models)
+
+    def _fit(self, done: int) -> None:
+        """``done`` steps are over: as many more are measured as the budget has time for. Collective."""
+        step_s = (time.monotonic() - self._began_s) / done
+        left = int(self._request.budget_s / step_s) - done
+        steps = max(done, min(self._steps, done + left - self._counted))
+        self._steps, self._counted = self._context.group.broadcast_object(
+            (steps, max(1, min(self._counted, left))), "number of steps to measure"
+        )
 
     def _finish(self) -> None:
         request, context = self._request, self._context
@@ -99,8 +134,13 @@ class Measurement:
         self._write(tuple(sums))
         raise SystemExit(EXIT_OK)
 
+    def _end_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+
     def _write(self, sums: tuple[tuple[int, float], ...]) -> None:
         self._over = True
+        self._end_counting()
         self._kept.close()
         self._recorder.end()
         context, plan = self._context, self._context.plan.plan
@@ -108,6 +148,8 @@ class Measurement:
             return
         models, device, length = context.state.models, context.device, context.position.length
         parameters = [p for model in models for p in model.parameters()]
+        learning, gradients = self._learning(), self._recorder.gradients(self._learning())
+        asked, has_gradient = self._request.gradients, {gradient.name for gradient in gradients}
         states = [v for o in context.state.optimizers for s in o.state.values() for v in s.values()]
         RankRecord(
             rank=context.group.rank,
@@ -135,9 +177,14 @@ class Measurement:
                 (_bytes(list(layer.parameters())) for m in models for layer in _layers(m)), default=0
             ),
             flops_per_sample=self._flops_per_sample,
-            gradients=self._recorder.gradients(self._learning()),
+            gradients=gradients,
             sums=sums,
             training_steps=length.steps,
+            samples_per_epoch=length.samples_per_epoch,
+            workers=len(multiprocessing.active_children()),
+            free_bytes=free_bytes(device, context.world.local_size),
+            unused=tuple(name for name, _ in learning if asked and name not in has_gradient),
+            waits=() if self._waits is None else self._waits.found(self._counted),
         ).write(self._request.record(context.group.rank))
 
     def _learning(self) -> list[tuple[str, nn.Parameter]]:

@@ -35,7 +35,7 @@ _PARTS: Final[dict[str, Part]] = {
     "reduction": "exposed",
     "update": "optimizer",
 }
-_OUTSIDE: Final = ("evaluate", "save")
+OUTSIDE: Final = ("evaluate", "save")  #: phases
 #: Steps with a hook on each parameter, where only the last gradient is looked for: from then on there is one hook.
 _SEARCH_STEPS: Final = 2
 
@@ -246,7 +246,7 @@ class StepRecorder:
             self._mark(self._part())
 
     def _part(self) -> Part:
-        if self._phase in _OUTSIDE:
+        if self._phase in OUTSIDE:
             return "left out"
         return "other" if self._counted else _PARTS.get(self._phase, "other")
 
@@ -260,7 +260,7 @@ class StepRecorder:
     def _close(self) -> None:
         """The open step is over, if it was counted; one that was not is none."""
         if self._open is not None and self._counted:
-            self._mark("other" if self._phase not in _OUTSIDE else "left out")
+            self._mark("other" if self._phase not in OUTSIDE else "left out")
             self._steps.append(self._open)
             if not self._every_gradient and len(self._steps) == _SEARCH_STEPS:
                 self._keep_last_hook()

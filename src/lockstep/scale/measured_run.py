@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,8 @@ class MeasuredRun:
     gradients: bool = False
     memory: bool = False
     flops: bool = False
+    waits: bool = False
+    budget_s: float = 0.0
     sum_bytes: tuple[int, ...] = ()
     sum_budget_s: float = 60.0
     time_limit_s: float = 900.0  #: then it is ended, and has failed
@@ -43,6 +45,7 @@ class FailedRun:
 
     cause: str  #: one line
     out_of_memory: bool = False
+    unmeasured: bool = False  #: nothing went wrong: it did not come to a step that is measured, or not in time
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,35 +71,49 @@ def measure(run: MeasuredRun) -> Records | FailedRun:
             gradients=run.gradients,
             memory=run.memory,
             flops=run.flops,
+            waits=run.waits,
+            budget_s=run.budget_s,
             sum_bytes=run.sum_bytes,
             sum_budget_s=run.sum_budget_s,
         )
         before = _children_cpu_s()
-        with subprocess.Popen(
-            _command(run, run_dir),
-            env=_environment(request),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as launcher:
-            try:
-                _, said = launcher.communicate(timeout=run.time_limit_s)
-            except BaseException as error:
-                # Not killed: it has ranks to end.
-                launcher.terminate()
-                launcher.communicate()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    return FailedRun(f"not done after {duration(run.time_limit_s)}")
-                raise
-        if launcher.returncode != EXIT_OK:
-            return _failure(run_dir, launcher.returncode, said)
+        code, said = launch_quietly(_command(run, run_dir), _environment(request), run.time_limit_s)
+        if code is None:
+            return FailedRun(f"not done after {duration(run.time_limit_s)}", unmeasured=True)
+        if code != EXIT_OK:
+            return failure_of(run_dir, code, said)
         found = tuple(RankRecord.read(path) for path in sorted(records.glob("rank-*.json")))
         if not found or not all(record.steps for record in found):
-            return FailedRun("no step was measured: the script trains in no loop over run.train(...)")
+            cause = "no step was measured: the script trains in no loop over run.train(...)"
+            return FailedRun(cause, unmeasured=True)
         traces = tuple(path.read_bytes() for path in sorted((run_dir / "profile").glob("*.json.gz"), key=_rank_of))
         return Records(found, traces, _children_cpu_s() - before)
+
+
+def launch_quietly(options: Sequence[str], env: Mapping[str, str], time_limit_s: float) -> tuple[int | None, str]:
+    """Carry out ``lockstep run`` with ``options``: its exit code, None if its time was over, and what it said itself.
+
+    What its ranks print goes nowhere. When this returns or raises, none of its processes is left.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "run", *options],
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as launcher:
+        try:
+            _, said = launcher.communicate(timeout=time_limit_s)
+        except BaseException as error:
+            # Not killed: it has ranks to end.
+            launcher.terminate()
+            _, said = launcher.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, said
+            raise
+    return launcher.returncode, said
 
 
 def _command(run: MeasuredRun, run_dir: Path) -> list[str]:
@@ -104,14 +121,15 @@ def _command(run: MeasuredRun, run_dir: Path) -> list[str]:
     words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
     module = ["-m"] if isinstance(run.program, Module) else []
     ranks = ["--standalone", "--nproc-per-node", str(run.ranks), "--run-dir", str(run_dir)]
-    return [sys.executable, "-m", "lockstep", "run", *ranks, *words, *module, run.program.name, *run.program.args]
+    return [*ranks, *words, *module, run.program.name, *run.program.args]
 
 
 def _environment(request: MeasureRequest) -> dict[str, str]:
     return {**os.environ, MEASURE: request.to_text(), "LOCKSTEP_VIEW": "silent"}
 
 
-def _failure(run_dir: Path, code: int, said: str) -> FailedRun:
+def failure_of(run_dir: Path, code: int, said: str) -> FailedRun:
+    """Why a run in ``run_dir`` ended with ``code``, of which the launcher ``said`` something."""
     failure = first_failure(run_dir)
     if failure is not None:
         first_line = failure.message.partition("\n")[0]

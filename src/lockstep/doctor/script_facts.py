@@ -1,0 +1,102 @@
+"""What a minute of training has shown of a script on each rank, and how the parent reads it."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from lockstep.records import from_known, read_object
+from lockstep.step_record import HostWait, RankRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PassFacts:
+    """One pass of a script without `Run` over a loader, which was ended early."""
+
+    file: str
+    line: int
+    evaluates: bool  #: all forward passes in it were without gradients
+    steps: int = 0  #: of an optimizer
+    length: int | None = None  #: samples of the data set
+    batch_size: int | None = None
+    drop_last: bool = False
+    divided: int = 0  #: ranks among which a `DistributedSampler` divides it; 0: there is none
+    own_order: bool = False  #: a sampler of the script's decides, or the data set is iterated
+    part: str = ""  #: digest of the indices of a `Subset`
+    shuffles: bool = False
+    epoch: int = 0  #: of that sampler
+    watched: bool = True  #: whether collectives were counted
+    reductions: int = 0  #: sums and gathers between ranks, since it began and until the next pass
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """A file that a script without `Run` wanted to write by `torch.save`."""
+
+    path: str
+    file: str
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptFacts:
+    """One rank."""
+
+    rank: int
+    ranks: int
+    uses_run: bool
+    on_gpu: bool = False
+    step_s: float = 0.0  #: median of the steps; 0: none was measured
+    data_s: float = 0.0  #: of these, waiting for the loader
+    samples: float = 0.0  #: of a step, over all ranks
+    workers: int = 0  #: loader processes of this rank
+    peak_bytes: int = 0
+    free_bytes: int = 0
+    unused: tuple[str, ...] = ()  #: parameters without a gradient
+    waits: tuple[HostWait, ...] = ()
+    global_batch: int = 0  #: with `Run`
+    micro_batch: int = 0
+    samples_per_epoch: int | None = None
+    activation_bytes: int | None = None  #: of a micro-batch
+    joined: bool = True  #: whether it was in a process group
+    waits_for_all: bool = False  #: its model is in a DistributedDataParallel that expects each gradient
+    passes: tuple[PassFacts, ...] = ()
+    saves: tuple[SaveFacts, ...] = ()
+
+    @classmethod
+    def of(cls, record: RankRecord) -> Self:
+        """What a measured run with `Run` has shown."""
+        steps = [step for step in record.steps if not step.begins_pass] or list(record.steps)
+        return cls(
+            rank=record.rank,
+            ranks=record.ranks,
+            uses_run=True,
+            on_gpu=record.on_gpu,
+            step_s=statistics.median(step.total_s for step in steps),
+            data_s=statistics.median(sum(step.data_s) for step in steps),
+            samples=statistics.median(step.samples for step in steps),
+            workers=record.workers,
+            peak_bytes=record.peak_bytes,
+            free_bytes=record.free_bytes,
+            unused=record.unused,
+            waits=record.waits,
+            global_batch=record.global_batch,
+            micro_batch=record.micro_batch,
+            samples_per_epoch=record.samples_per_epoch,
+            activation_bytes=record.activation_bytes,
+        )
+
+    def write(self, directory: Path) -> None:
+        """Write it for the parent, completely or not at all."""
+        scratch = directory / f".rank-{self.rank:04d}"
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        scratch.replace(directory / f"watched-{self.rank:04d}.json")
+
+
+def read_facts(directory: Path) -> Sequence[ScriptFacts]:
+    """What the ranks have written to ``directory``, in their order."""
+    return [from_known(ScriptFacts, read_object(path)) for path in sorted(directory.glob("watched-*.json"))]
