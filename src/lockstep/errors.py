@@ -8,6 +8,7 @@
     ├── DataError (ValueError)           a data set that cannot be divided into samples
     ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
+    │   └── DifferentCalls               ... in what they call; what they hold may be equal
     ├── NonFiniteError (ArithmeticError) a loss or a gradient is nan or infinite
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
     ├── TrialStopped                     a search ends a trial early: not an error, but the way out of the objective
@@ -51,6 +52,10 @@ class UsageError(LockstepError, RuntimeError):
 
 class MismatchError(LockstepError, RuntimeError):
     """Ranks differ where they must be equal; the message names them."""
+
+
+class DifferentCalls(MismatchError):
+    """Ranks call different things, such as after one of them has left a loop; what they hold may be equal all the same."""
 
 
 class NonFiniteError(LockstepError, ArithmeticError):

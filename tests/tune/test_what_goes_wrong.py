@@ -96,6 +96,22 @@ def test_a_trial_that_kills_its_launcher_each_time_has_failed_after_its_retries(
     assert (fine.state, fine.attempts) == ("done", 1)
 
 
+def kills_its_rank(params):
+    if current_trial().number == 1 and current_trial().attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return params["x"]
+
+
+def test_a_rank_of_a_trial_that_is_killed_is_told_on_the_screen(capfd):
+    driver = started(lockstep.tune, kills_its_rank, LINE, trials=3, workers=1, run_dir="a")
+    driver.join(DEADLINE_S)
+    assert driver.exitcode == 0
+    assert [(trial.state, trial.attempts) for trial in load("a").trials] == [("done", 1), ("done", 2), ("done", 1)]
+    told = capfd.readouterr().err
+    assert told.count("trial 1, attempt 1: ") == 1
+    assert "was killed by SIGKILL" in told.partition("trial 1, attempt 1: ")[2].splitlines()[0]
+
+
 def test_a_stopped_trial_of_which_it_is_unknown_whether_it_violates_the_constraints_is_the_last():
     def objective(run, params):
         number = current_trial().number

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what tor
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.collectives.gloo_threads import destroy_process_groups
-from lockstep.errors import MismatchError, PeerLost, RendezvousError, WorldError
+from lockstep.errors import DifferentCalls, MismatchError, PeerLost, RendezvousError, WorldError
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, is_loopback
 from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
@@ -118,7 +118,7 @@ class Group:
         Values are pickled and go over the CPU, in about 1 ms: for what is small and rare.
 
         Raises:
-            MismatchError: if ranks call this for different things, as when one calls it inside ``if run.leads``.
+            DifferentCalls: if ranks call this for different things, as when one calls it inside ``if run.leads``.
             PeerLost: if a rank is gone or does not come.
         """
         if self._control is None:
@@ -128,7 +128,7 @@ class Group:
             dist.all_gather_object(answers, (what, value), group=self._control)
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
-            raise MismatchError(
+            raise DifferentCalls(
                 f"ranks make different calls: {_by_value(calls)}. Every rank must make the same calls in the same "
                 "order: look for a call inside `if run.leads`, or for loops of different length"
             )
