@@ -55,7 +55,7 @@ class MismatchError(LockstepError, RuntimeError):
 
 
 class DifferentCalls(MismatchError):
-    """Ranks call different things, such as after one of them has left a loop; what they hold may be equal all the same."""
+    """Ranks call different things, such as after one of them has left a loop; what they hold may be equal."""
 
 
 class NonFiniteError(LockstepError, ArithmeticError):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed exports, with types
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.collectives.gathered_objects import gathered
 from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.errors import DifferentCalls, MismatchError, PeerLost, RendezvousError, WorldError
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, is_loopback
@@ -123,9 +124,8 @@ class Group:
         """
         if self._control is None:
             return [value]
-        answers: list[tuple[str, T]] = [(what, value)] * self.size
         with translating_peer_errors(what):
-            dist.all_gather_object(answers, (what, value), group=self._control)
+            answers: list[tuple[str, T]] = gathered((what, value), self.size, self._control)
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
             raise DifferentCalls(
@@ -395,8 +395,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             device_id=None if over_cpu else device,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
-        nodes = [0] * world.size
-        dist.all_gather_object(nodes, world.node_rank, group=control)
+        nodes = gathered(world.node_rank, world.size, control)
     except WorldError:
         raise
     except (RuntimeError, ValueError) as error:
