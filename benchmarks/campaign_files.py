@@ -357,7 +357,6 @@ BETWEEN: dict[str, Fault] = {
     ),
     "12 open files at most": refused(r"(?i)too many open files|open files|descriptors", "prlimit", "--nofile=12"),
     "24 open files at most": refused(r"(?i)too many open files|open files|descriptors", "prlimit", "--nofile=24"),
-    "files of 4000 bytes at most": refused(r"(?i)file too large", "prlimit", "--fsize=4000"),
     "700 MB of addresses at most": refused(r"(?i)memory", "prlimit", "--as=700000000"),
     "4 kB of memory for files": refused(r"/dev/shm", mount="mount -t tmpfs -o size=4k none /dev/shm"),
     "memory for files that takes nothing": refused(r"/dev/shm", mount="mount -t tmpfs -o ro none /dev/shm"),
