@@ -291,6 +291,7 @@ _GROUPS: dict[str, Group] = {
             "a node's link has 64 kbit/s for 10 s": Fault(
                 for_seconds(10.0, lambda host: host.slow("64kbit", "2kb"), Host.clear), ends=False, beside=True
             ),
+            "a connection of a rank is shut down": Fault(connection_ended, _CONNECTIONS),
             "a network card goes down and up": Fault(flapping, ends=False),
             "a node's address is gone for 3 s": Fault(readdressed, ends=False),
             "the endpoint's host is paused for 7 s": Fault(

@@ -274,8 +274,8 @@ def _require_alike(options: Sequence[Mapping[str, str]], step: int) -> None:
         if odd := [rank for rank, value in enumerate(values) if value != common]:
             raise MismatchError(
                 f"ranks hold different values after step {step}: {name} is {values[odd[0]]} on {format_ranks(odd)}, "
-                f"and {common} on the others. Something sets it on some ranks only, such as a decision by what a rank sees "
-                "by itself; the next resume begins before that"
+                f"and {common} on the others. Something sets it on some ranks only, such as a decision by what a rank "
+                "sees by itself; the next resume begins before that"
             )
 
 
