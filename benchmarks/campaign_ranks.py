@@ -104,7 +104,6 @@ BORNE = {
     "20 MB of output": borne("print('x' * 20_000_000, flush=True)"),
     "output that is no text": borne("os.write(1, bytes(range(256)) * 40)"),
     "a child that trains on": borne("os.fork()"),
-    "a child that ends by sys.exit": borne("if os.fork() == 0:\n    sys.exit(0)"),
     "another directory, no environment": borne("os.chdir('/'); os.environ.clear()"),
     "a session of its own": borne("os.setsid()"),
     "a rank is slow for 10 steps": borne("slow = time.sleep(1.5)"),

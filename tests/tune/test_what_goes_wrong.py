@@ -1,5 +1,6 @@
 """Objectives, scripts and drivers that do what they should not: what comes out is right, or says what is wrong."""
 
+import contextlib
 import csv
 import io
 import json
@@ -23,13 +24,14 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import MismatchError, TrialStopped
+from lockstep.errors import MismatchError, SettingError, TrialStopped
 from lockstep.formatting import acts
 from lockstep.launch_contract import ENDS_AT
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Choice, Evaluated, Float, draw_pictures, load
-from lockstep.tune.journal import write_patiently
+from lockstep.tune.journal import JournalWriter, SearchPlan, write_patiently
 from lockstep.tune.outcome import Outcome
+from lockstep.tune.records import TrialBegan
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
@@ -452,6 +454,14 @@ def test_a_journal_that_is_removed_is_written_again_by_those_who_have_it_open():
     assert load("a").trials == result.trials
     again = lockstep.tune(removes_the_journal, LINE, trials=5, run_dir="a", resume=True)
     assert again.trials == result.trials
+
+
+def test_a_trial_of_another_space_is_named(tmp_path):
+    SearchPlan(Space.of({"act": Choice("relu", "tanh")}).to_json(), {"trials": 1}).write(tmp_path)
+    with contextlib.closing(JournalWriter(tmp_path, 0)) as writer:
+        writer.append(TrialBegan(0, 1, 1, 10.0, params={"act": "tanh"}, point=(2.0,), operator="random"))
+    with pytest.raises(SettingError, match=r"trial 0 of .* is none of the space"):
+        load(tmp_path)
 
 
 def test_a_copy_of_a_journal_counts_no_trial_twice():

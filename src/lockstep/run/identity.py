@@ -179,8 +179,9 @@ def _unknown(modules: Mapping[str, ModuleType]) -> list[tuple[str, ModuleType]]:
     return [(name, modules[name]) for name in modules.keys() - _OF_OTHERS if name in modules]
 
 
-#: Looked at once, in the process from which ranks are forked: two thousand modules take some milliseconds.
-_OF_OTHERS: Final = frozenset(name for name, module in list(sys.modules.items()) if not _is_script(module))
+#: Looked at once, in the process from which ranks are forked: two thousand modules take some milliseconds. What is the
+#: program there is not the script of its ranks.
+_OF_OTHERS: Final = frozenset(name for name, one in list(sys.modules.items()) if not _is_script(one)) - {"__main__"}
 
 
 def arguments_of(argv: Sequence[str]) -> list[str]:
