@@ -105,7 +105,6 @@ BORNE = {
     "output that is no text": borne("os.write(1, bytes(range(256)) * 40)"),
     "a child that trains on": borne("os.fork()"),
     "another directory, no environment": borne("os.chdir('/'); os.environ.clear()"),
-    "a session of its own": borne("os.setsid()"),
     "a rank is slow for 10 steps": borne("slow = time.sleep(1.5)"),
     "torch's random state": borne("torch.manual_seed(1)"),
     "handlers of its own, then kill -9": Fault(
