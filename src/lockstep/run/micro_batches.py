@@ -5,10 +5,11 @@ from __future__ import annotations
 import dis
 import gc
 import itertools
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType
-from typing import Final, Self
+from typing import Final, NoReturn, Self
 
 from lockstep.data import Data
 from lockstep.errors import UsageError
@@ -35,7 +36,7 @@ class MicroBatches(Iterator[Data]):
         share_said: says that the length is this rank's share; called where the script itself asks for the length.
     """
 
-    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length", "_share_said")
+    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length", "_process", "_share_said")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class MicroBatches(Iterator[Data]):
         self._length: Final = length
         self._count_refused: Final = count_refused
         self._share_said: Final = share_said
+        self._process: Final = os.getpid()
         # Where a function such as `enumerate` was given it, and has not asked for a micro-batch since.
         self._handed_on_at: tuple[CodeType, int] | None = None
 
@@ -60,6 +62,8 @@ class MicroBatches(Iterator[Data]):
         return self
 
     def __next__(self) -> Data:
+        if os.getpid() != self._process:
+            _end_copy()
         if self._handed_on_at is not None:
             at, self._handed_on_at = self._handed_on_at, None
             if any(map(_counts, gc.get_referrers(self))):
@@ -125,3 +129,17 @@ def _counts(holder: object) -> bool:
     if isinstance(holder, tuple) and any(isinstance(other, _RANGE) for other in holder):
         return any(isinstance(each, zip) for each in gc.get_referrers(holder))
     return isinstance(holder, itertools.islice)
+
+
+def _end_copy() -> NoReturn:
+    """End a process that was forked in the loop's body and has come back to the loop.
+
+    It is no rank. What it read would be missing where its original reads, and at its end it would close for that
+    whatever they share, such as loader processes.
+    """
+    sys.stderr.write(
+        f"process {os.getpid()}, which was forked in the body of a loop over a run's micro-batches, has come back to "
+        "the loop and is ended: it is no rank. Let it end by os._exit(...) where its work is done\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)
