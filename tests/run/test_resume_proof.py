@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,14 +90,17 @@ def apart(directory, what, odd):
             optimizer = run.optimizer(torch.optim.Adam(model.parameters()))
             for _ in run.epochs(3):
                 for (x,) in run.train(run.loader((X,), **SIZES)):
-                    if run.step(model(x).square().mean()) and run.progress.step == 3 and run.rank == odd:
+                    if not run.step(model(x).square().mean()) or run.progress.step != 3:
+                        continue
+                    wait_until(lambda: list_checkpoints(Path(directory)), "a checkpoint")
+                    if run.rank == odd:
                         if what == "option":
                             optimizer.param_groups[0]["eps"] = 1e-3
                         else:
                             model[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
     except MismatchError as error:
         said = str(error)
-    return said, [(one.path / NEXT_STEP).exists() for one in list_checkpoints(directory)]
+    return said, [(one.path / NEXT_STEP).exists() for one in list_checkpoints(Path(directory))]
 
 
 def killed(directory, how="good", strategy="ddp", until=KILLED, **settings):
