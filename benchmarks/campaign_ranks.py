@@ -102,7 +102,7 @@ BORNE = {
     "stdout and stderr are closed": borne("os.close(1); os.close(2)"),
     "stdout is full": borne("os.dup2(os.open('/dev/full', os.O_WRONLY), 1); print('lost', flush=True)"),
     "20 MB of output": borne("print('x' * 20_000_000, flush=True)"),
-    "output that is no text": borne("os.write(1, bytes(range(256)) * 40)"),
+    "output that is no text": borne("sys.stdout.buffer.write(bytes(range(256)) * 40)"),
     "a child that trains on": borne("os.fork()"),
     "another directory, no environment": borne("os.chdir('/'); os.environ.clear()"),
     "a rank is slow for 10 steps": borne("slow = time.sleep(1.5)"),
