@@ -324,7 +324,7 @@ def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
             if type(item) is MemberDescriptorType:  # of `__slots__`
                 with contextlib.suppress(AttributeError):  # not set
                     found[name] = item.__get__(value)
-            elif not is_torchs and _is_variable(type(item)) and not name.startswith("__"):
+            elif not is_torchs and not name.startswith("__") and _is_variable(item):
                 found[name] = item
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
@@ -333,8 +333,8 @@ def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
     yield from ((f".{name}", item) for name, item in found.items())
 
 
-@functools.lru_cache(1024)
-def _is_variable(kind: type) -> bool:
+def _is_variable(item: object) -> bool:
+    kind = type(item)
     return kind in _NUMBERS or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, dict, list, set, deque))
 
 

@@ -96,7 +96,7 @@ def is_whole(one: Committed) -> bool:
 
 def best_of(newest: CheckpointReader) -> dict[str, Any] | None:
     """What a run's ``newest`` checkpoint says of its best step: ``metric``, ``mode``, ``value`` and ``step``."""
-    best = told_in(newest, "best", dict[str, Any], {})
+    best: dict[str, Any] = told_in(newest, "best", dict[str, Any], {})
     return best if isinstance(best.get("step"), int) else None
 
 
