@@ -3,7 +3,7 @@
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
 # make campaign   a thousand random training scripts on every world, beside plain torch; the tests that `make test`
 #                 leaves out since their like is in it, and properties with other examples each time (about half an
-#                 hour); then 500 faults (an hour, as root)
+#                 hour); then 520 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
 # make lint    only the style: ruff and mypy
@@ -44,7 +44,7 @@ test-clusters: .venv/.ready
 campaign: .venv/.ready
 	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
 	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n auto --timeout 600 -o faulthandler_timeout=900
-	@$(BIN)/python benchmarks/campaign.py --faults 500
+	@$(BIN)/python benchmarks/campaign.py --faults 520
 
 mutants: .venv/.ready
 	@$(BIN)/python tests/mutants.py

@@ -1,11 +1,11 @@
-"""A campaign of seeded faults: ranks, loader processes, every part of the launcher, files, hosts and the network.
+"""A campaign of seeded faults: ranks, loader processes, every part of the launcher, files, clocks, hosts, networks.
 
 python benchmarks/campaign.py                                      500 faults, about an hour; needs root
 python benchmarks/campaign.py --resume                             go on where it was stopped
 python benchmarks/campaign.py --rounds 1 --kinds "store" --out -   one training, to the screen
 
 Each round is one training on hosts of its own (`hosts.py`) that is carried to its end. Some faults strike it, each
-after some more steps; all is drawn from a seed. Two rounds run side by side. Between them there are trainings by a
+after some more steps; all is drawn from a seed. Some rounds run side by side. Between them there are trainings by a
 script of DistributedDataParallel with checkpoints, under torchrun, which meet the kinds that it may survive. Each round
 is a line in the file of results once it is over. What is measured of each fault:
 
@@ -24,20 +24,24 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from campaign_faults import MACHINE, Fault
+import campaign_faults
+import campaign_files
+import campaign_ranks
+from campaign_faults import Fault, Group
 from campaign_network import HOSTS
 from campaign_page import Struck, page_with, summary, table
 from campaign_scripts import SAVE_EVERY, TRAIN
@@ -45,16 +49,13 @@ from campaign_training import HOME, Manner, Step, Training, training, wait_for
 from hosts import why_not
 
 PAGE = Path(__file__).parents[1] / "docs" / "failures.md"
-KINDS: dict[str, Fault] = MACHINE | {kind: fault for group in HOSTS.values() for kind, fault in group.kinds.items()}
-FAULTS_PER_ROUND = 12
-SIDE_BY_SIDE = 2
-LIMIT_OURS_S = 150.0
+GROUPS: dict[str, Group] = campaign_faults.GROUPS | campaign_ranks.GROUPS | campaign_files.GROUPS | HOSTS
+KINDS: dict[str, Fault] = {kind: fault for group in GROUPS.values() for kind, fault in group.kinds.items()}
+LIMIT_OURS_S = 240.0
 #: How long torchrun is waited for.
 PATIENCE_S = 120.0
 #: For the cause, once the training goes on: a part of the launcher is told to go on before it is named.
 CAUSE_S = 20.0
-#: And whether there is a mirror; each is drawn as often as it is here.
-STRATEGIES = (("ddp", False), ("ddp", False), ("ddp", True), ("zero", True))
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Deck:
     drawn: int = 0
 
     def take(self, count: int) -> list[str]:
-        """The next ``count``."""
+        """The next ``count``, or all of them if there are fewer."""
+        count = min(count, len(self.kinds))
         if len(self.left) < count:
             self.left += self.draw.sample(list(self.kinds), len(self.kinds))
         taken, self.left = self.left[:count], self.left[count:]
@@ -87,52 +89,42 @@ class Deck:
 def plan(seed: int, faults: int, pattern: str, epochs: int = Manner.epochs) -> list[Round]:
     """The rounds in which at least ``faults`` befall Lockstep, and those of torchrun among them."""
     draw = random.Random(seed)
-    drawn = [kind for kind in MACHINE if re.search(pattern, kind)]
-    # A launcher that is started again takes longer than all else: those kinds are drawn half as often.
-    machine = Deck([*drawn, *(kind for kind in drawn if not MACHINE[kind].resumes)], draw)
-    groups = {
-        name: Deck([kind for kind in group.kinds if re.search(pattern, kind)], draw) for name, group in HOSTS.items()
-    }
-    groups = {name: deck for name, deck in groups.items() if deck.kinds}
+    groups = {name: group for name, group in GROUPS.items() if not group.lacks}
+    ours = _decks(groups, draw, lambda kind: re.search(pattern, kind) is not None)
+    theirs = _decks(groups, draw, lambda kind: KINDS[kind].beside and re.search(pattern, kind) is not None)
     rounds: list[Round] = []
-    beside_machine = Deck([kind for kind in drawn if MACHINE[kind].beside], draw)
-    beside_hosts = Deck([kind for deck in groups.values() for kind in deck.kinds if KINDS[kind].beside], draw)
 
-    def add(manner: Manner, kinds: Sequence[str]) -> int:
-        rounds.append(Round(len(rounds), replace(manner, epochs=epochs), kinds))
-        return len(kinds) if manner.way == "lockstep" else 0
+    def add(way: Literal["lockstep", "torchrun"], decks: dict[str, Deck]) -> int:
+        # Of the group whose kinds were drawn least often.
+        name = min(decks, key=lambda name: (decks[name].drawn / len(decks[name].kinds), name))
+        group, strategy, mirror = groups[name], *draw.choice(groups[name].strategies)
+        manner = Manner(
+            way=way,
+            nodes=draw.choice(group.nodes) if way == "lockstep" else max(group.nodes[:2]),
+            ranks=draw.choice(group.ranks),
+            ipv6=group.ipv6,
+            lost_after_s=group.lost_after_s,
+            takeover=group.takeover,
+            strategy=strategy,
+            mirror=mirror,
+            epochs=epochs,
+            hang_after_s=group.hang_after_s,
+        )
+        kinds = decks[name].take(group.most)
+        rounds.append(Round(len(rounds), manner, kinds))
+        return len(kinds)
 
-    for turn in itertools.count():
-        if faults <= 0:
-            return rounds
-        for _ in range(3 if drawn else 0):
-            ranks, (strategy, mirror) = draw.choice((2, 3)), draw.choice(STRATEGIES)
-            manner = Manner(ranks=ranks, strategy=strategy, mirror=mirror)
-            faults -= add(manner, machine.take(FAULTS_PER_ROUND))
-        for _ in range(2 if groups else 0):
-            # Of the group whose kinds were drawn least often.
-            name = min(groups, key=lambda name: (groups[name].drawn / len(groups[name].kinds), name))
-            faults -= add(_on_hosts(name, draw.choice(HOSTS[name].nodes)), groups[name].take(HOSTS[name].most))
-        if beside_machine.kinds and turn % 2 == 0:
-            add(Manner("torchrun", ranks=draw.choice((2, 3))), beside_machine.take(6))
-        if beside_hosts.kinds:
-            (kind,) = beside_hosts.take(1)
-            name = next(name for name, group in HOSTS.items() if kind in group.kinds)
-            add(replace(_on_hosts(name, 3), way="torchrun"), [kind])
-    raise AssertionError("there is always another turn")
+    while faults > 0:
+        for _ in range(4):
+            faults -= add("lockstep", ours)
+        if theirs:
+            add("torchrun", theirs)
+    return rounds
 
 
-def _on_hosts(name: str, nodes: int) -> Manner:
-    group = HOSTS[name]
-    # A network that is away for some seconds is no hang.
-    return Manner(
-        nodes=nodes,
-        ranks=1,
-        ipv6=group.ipv6,
-        lost_after_s=group.lost_after_s,
-        takeover=group.takeover,
-        hang_after_s=60,
-    )
+def _decks(groups: Mapping[str, Group], draw: random.Random, wanted: Callable[[str], bool]) -> dict[str, Deck]:
+    decks = {name: Deck([kind for kind in group.kinds if wanted(kind)], draw) for name, group in groups.items()}
+    return {name: deck for name, deck in decks.items() if deck.kinds}
 
 
 def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
@@ -149,13 +141,17 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
                 if run.over:
                     break  # trained to its end before all of them struck
                 struck.append(strike_once(run, kind, one))
-                if struck[-1].seconds is None:
+                if struck[-1].seconds is None and not (run.here / "digest-0").exists():
                     return struck
+                if struck[-1].seconds is None:
+                    struck.pop()  # trained to its end while this was under way
+                    break
             run.go()
             wait_for(lambda: not run.alive, "the end")
             left = run.left_of(*run.machines.up)
             codes = [run.launchers[host].returncode for host in run.finishers]
             digests = {path.read_text() for path in run.here.glob("digest-*")}
+            lacking = _lacking(run) if manner.way == "lockstep" else []
         except (TimeoutError, AssertionError, OSError, subprocess.SubprocessError) as error:
             if manner.way == "torchrun":
                 raise  # it tells nothing of a fault
@@ -163,12 +159,23 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
             struck.append(Struck("of no fault: the training itself", one.number, manner.way, screen=said))
             return struck
         if manner.way == "lockstep":
-            right = digests == {expected} and not any(codes)
+            right = digests == {expected} and not any(codes) and not lacking
             for fault in struck:
                 fault.bits, fault.left = right, fault.left + left
             if struck and (left or not right):
-                struck[0].screen += f"exit codes {codes}, bits {digests == {expected}}, left {left}\n{_tail(run)}"
+                struck[
+                    0
+                ].screen += f"exit codes {codes}, bits {digests == {expected}}, left {left}, {lacking}\n{_tail(run)}"
     return struck
+
+
+def _lacking(run: Training) -> list[str]:
+    """What was to be done in a training that is over, and was not."""
+    recorded = [json.loads(line)["epoch"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    lost = set(range(1, run.manner.epochs + 1)).symmetric_difference(recorded)
+    twice = len(recorded) - len(set(recorded))
+    undone = [path.name for path in run.here.glob("do-*")]
+    return [f"{name}: {found}" for name, found in (("epochs", lost), ("twice", twice), ("undone", undone)) if found]
 
 
 def strike_once(run: Training, kind: str, one: Round) -> Struck:
@@ -178,7 +185,7 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
         run.wait_for_checkpoint()
     if ours or run.manner.nodes > 1:
         fault.prepare(run)
-    said, before, at_s = run.screens(), run.steps(), time.time()
+    said, before, at_s = run.screens(), run.steps(), time.monotonic()
     struck = Struck(kind, one.number, run.manner.way, allowed=_allowed(fault, run.manner))
     generations = {step.generation for step in before}
     first = run.launchers["n1"]
@@ -191,7 +198,7 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
 
     def goes_on() -> bool:
         if fault.resumes and run.launchers["n1"] is first and run.ended():
-            struck.left += run.left_of("n1")
+            struck.left += [] if fault.outlived else run.left_of("n1")
             run.launch("n1", "--resume")
         if run.over and len(new_steps()) < 3:
             raise TimeoutError("all launchers have ended")
@@ -199,8 +206,9 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
 
     try:
         fault.strike(run)
-        over_s = time.time()
+        over_s = time.monotonic()
         wait_for(goes_on, f"steps after: {kind}", LIMIT_OURS_S if ours else PATIENCE_S)
+        assert fault.happened(run), f"it was not seen to happen: {kind}"
     except (TimeoutError, AssertionError, OSError, subprocess.SubprocessError) as error:
         struck.screen = f"{error}\n{_tail(run, said)}"
         return struck
@@ -221,9 +229,9 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
 def is_named(says: str, said: str) -> bool:
     """Whether the cause was said, and nobody else was accused."""
     accused = said.split("run failed:")[1:]
-    if "run failed" not in says:
-        return re.search(says, said) is not None and not accused
-    return bool(accused) and all(re.search(says, f"run failed:{text}") for text in accused)
+    if not re.search(says, said):
+        return False
+    return all("run failed" in says and re.search(says, f"run failed:{text}") for text in accused)
 
 
 def _allowed(fault: Fault, manner: Manner) -> int:
@@ -238,7 +246,8 @@ def _allowed(fault: Fault, manner: Manner) -> int:
 
 
 def _tail(run: Training, since: dict[str, str] | None = None) -> str:
-    return run.said(since)[-4000:]
+    said = run.said(since)
+    return said if len(said) < 8000 else f"{said[:5000]}\n...\n{said[-3000:]}"
 
 
 def undisturbed(strategy: str, epochs: int) -> str:
@@ -306,6 +315,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument("--epochs", type=int, default=Manner.epochs, help="of 20 steps, of each training (default: 30)")
     parser.add_argument("--kinds", default="", help="only those whose name this regular expression finds")
+    parser.add_argument("--lanes", type=int, default=2, help="trainings side by side (default: 2)")
     parser.add_argument("--results", type=Path, default=Path("campaign.jsonl"), help="(default: campaign.jsonl)")
     parser.add_argument("--resume", action="store_true", help="only the rounds that are not in the file of results yet")
     parser.add_argument("--table", action="store_true", help="no round any more: the table of what is in that file")
@@ -314,6 +324,7 @@ def main() -> None:
     args = parser.parse_args()
     if why := why_not():
         sys.exit(f"the campaign strikes hosts made of namespaces: {why}")
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup would hand on to launchers that it is ignored
     rounds = plan(args.seed, args.faults, args.kinds, args.epochs)[: args.rounds]
     results = Results(None if args.rounds else args.results, resume=args.resume or args.table)
     todo = [] if args.table else [one for one in rounds if one.number not in results.loads]
@@ -325,7 +336,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 - the other rounds go on, and --resume tries this one again
             traceback.print_exc()
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as lanes:
+    with ThreadPoolExecutor(args.lanes) as lanes:
         list(lanes.map(carry, todo))
     words = summary(results.struck, args.seed, results.loads.values())
     text = f"{words}\n\n{table(results.struck, KINDS)}"

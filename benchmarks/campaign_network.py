@@ -8,27 +8,16 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
-from campaign_faults import KILL, STOP, Fault, itself
+from campaign_faults import KILL, STOP, Fault, Group, Strike, killed_by
+from campaign_ranks import itself
 from campaign_training import ENDPOINT_PORT, Training, read, send, wait_for
 from hosts import Host
 
 #: A host that takes part beside those that train, with something else than they have.
 _OTHER = "n8"
-
-
-@dataclass(frozen=True)
-class Group:
-    """Kinds that strike trainings which are started in one way."""
-
-    kinds: dict[str, Fault]
-    lost_after_s: int = 30
-    ipv6: bool = False
-    takeover: bool = False
-    nodes: Sequence[int] = (2, 3, 4)
-    most: int = 4  #: faults of one training
 
 
 def others_there(training: Training) -> None:
@@ -68,12 +57,12 @@ def _victim(training: Training) -> Host:
 
 
 def for_seconds(
-    seconds: float, begin: Callable[[Host], None], end: Callable[[Host], None], *, back: bool = False
-) -> Callable[[Training], None]:
+    seconds: float, begin: Callable[[Host], None], end: Callable[[Host], None], *, back: bool = False, name: str = ""
+) -> Strike:
     """Something befalls a host for some seconds; with ``back`` it has then to come back and train again."""
 
     def strike(training: Training) -> None:
-        host = _victim(training)
+        host = training.machines[name] if name else _victim(training)
         begin(host)
         time.sleep(seconds)
         end(host)
@@ -81,6 +70,96 @@ def for_seconds(
             training.wait_for_steps(2, ranks=training.manner.ranks * len(training.alive))
 
     return strike
+
+
+def packets(rule: str, seconds: float, says: str = "", *, name: str = "") -> Fault:
+    """What a host, ``name`` or another one than `n1`, is sent goes as iptables says, for some seconds."""
+
+    def strike(training: Training) -> None:
+        host = training.machines[name] if name else _victim(training)
+        host.run("iptables", "-I", "INPUT", *rule.split())
+        try:
+            time.sleep(seconds)
+            counted = [line.split() for line in host.run("iptables", "-nvxL").splitlines()]
+            assert any(row and row[0].isdigit() and int(row[0]) for row in counted), "no packet was struck"
+        finally:
+            host.run("iptables", "-F")
+
+    return Fault(strike, says, ends=bool(says))
+
+
+def parted(seconds: float) -> Strike:
+    """Two hosts do not hear each other for some seconds; both reach `n1`."""
+
+    def strike(training: Training) -> None:
+        one, other = (training.machines[name] for name in sorted(training.alive)[-2:])
+        assert "n1" not in (one.name, other.name), "two hosts beside n1 are needed"
+        one.mute(other.address)
+        other.mute(one.address)
+        time.sleep(seconds)
+        one.clear()
+        other.clear()
+
+    return strike
+
+
+def flapping(training: Training) -> None:
+    """The network card of a host goes down and up five times."""
+    for _ in range(5):
+        _victim(training).run("sh", "-c", "ip link set eth0 down; sleep 0.1; ip link set eth0 up")
+        time.sleep(0.2)
+
+
+def readdressed(training: Training) -> None:
+    """The address of a host is gone for three seconds."""
+    host = _victim(training)
+    host.run("ip", "address", "delete", f"{host.address}/24", "dev", "eth0")
+    time.sleep(3.0)
+    host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
+
+
+def nameless(training: Training) -> None:
+    """No host knows the name of another one any more, and a rank is killed; the names come back."""
+    known = {name: host.hosts_file.read_text() for name, host in training.machines.up.items()}
+    for host in training.machines.up.values():
+        host.hosts_file.write_text("127.0.0.1 localhost\n")
+    send(training.rank(_victim(training).name), KILL)
+    training.wait_for_steps(3)
+    for name, text in known.items():
+        training.machines[name].hosts_file.write_text(text)
+
+
+def ahead(training: Training) -> None:
+    """The wall clock of a host is eleven days ahead, and its rank is killed."""
+    name = _victim(training).name
+    training.files(name).rule(clock_s=11 * 86400)
+    training.wait_for_steps(5)
+    send(training.rank(name), KILL)
+    training.wait_for_steps(5)
+    training.files(name).rule()
+
+
+def connection_ended(training: Training) -> None:
+    """One of a rank's connections is shut down, drawn among all that it has."""
+    which = training.draw.random()
+    training.tell(_SHUTS_DOWN.format(which), "step")
+
+
+#: A TCP connection to another host, as the kernel's table lists it, has a descriptor in this process.
+_SHUTS_DOWN = """
+import socket
+found = []
+for name in os.listdir('/proc/self/fd'):
+    try:
+        if 'socket' in os.readlink(f'/proc/self/fd/{{name}}'):
+            one = socket.socket(fileno=os.dup(int(name)))
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                one.getpeername()
+                found.append(one)
+    except OSError:
+        pass
+found[int({} * len(found))].shutdown(socket.SHUT_RDWR)
+"""
 
 
 def host_killed(training: Training) -> None:
@@ -100,7 +179,7 @@ def launcher_killed(training: Training) -> None:
     send(training.launcher(host), KILL)
 
 
-def of_host(process: Callable[[Training, str], int], signum: signal.Signals) -> Callable[[Training], None]:
+def of_host(process: Callable[[Training, str], int], signum: signal.Signals) -> Strike:
     """A process of a host other than `n1` gets ``signum``."""
     return lambda training: send(process(training, _victim(training).name), signum)
 
@@ -149,7 +228,7 @@ def endpoint_sleeps(training: Training) -> None:
     training.machines["n1"].thaw()
 
 
-def wanted_back(name: str = "") -> Callable[[Training], None]:
+def wanted_back(name: str = "") -> Strike:
     """A host, ``name`` or another one than `n1`, is told that its machine is wanted back."""
 
     def strike(training: Training) -> None:
@@ -179,6 +258,9 @@ def other(*options: str, text: tuple[str, str] = ("", ""), env: dict[str, str] |
 
 _LOST = r"lost node n\d \(rank"
 _RANK = r"run failed: rank \d of \d \(host n\d\) "
+_CONNECTIONS = r"run failed: .*(lost|connection)"
+_SOME = "-m statistic --mode random --probability"
+_STORE = f"-p tcp --dport {ENDPOINT_PORT}"
 
 _GROUPS: dict[str, Group] = {
     "lost after 6 s": Group(
@@ -209,10 +291,19 @@ _GROUPS: dict[str, Group] = {
             "a node's link has 64 kbit/s for 10 s": Fault(
                 for_seconds(10.0, lambda host: host.slow("64kbit", "2kb"), Host.clear), ends=False, beside=True
             ),
-            "a rank of one node is killed": Fault(
-                of_host(Training.rank, KILL), _RANK + "w(as|ere) killed by SIGKILL", beside=True
+            "a connection of a rank is shut down": Fault(connection_ended, _CONNECTIONS),
+            "a network card goes down and up": Fault(flapping, ends=False),
+            "a node's address is gone for 3 s": Fault(readdressed, ends=False),
+            "the endpoint's host is paused for 7 s": Fault(
+                for_seconds(7.0, Host.freeze, Host.thaw, name="n1"), ends=False
             ),
-            "exception on one node": Fault(itself("raise"), _RANK + "raised ValueError", beside=True),
+            "names are unknown, and a rank is killed": Fault(nameless, killed_by(KILL)),
+            "a rank of one node is killed": Fault(
+                of_host(Training.rank, KILL), _RANK + r"w(as|ere) killed by SIGKILL", beside=True
+            ),
+            "exception on one node": Fault(
+                itself("raise ValueError('bad label 255')"), _RANK + "raised ValueError", beside=True
+            ),
             "the fork server of a node is killed": Fault(
                 of_host(Training.fork_server, KILL),
                 r"run failed: the fork server, which starts the ranks, w(as|ere) killed by SIGKILL",
@@ -240,6 +331,32 @@ _GROUPS: dict[str, Group] = {
             "another setting on one node": other("--set", "clip_norm=2"),
         }
     ),
+    "packets": Group(
+        {
+            "30 % of packets are lost at a node for 6 s": packets(f"{_SOME} 0.3 -j DROP", 6.0),
+            "90 % of packets are lost at the endpoint's host for 6 s": packets(f"{_SOME} 0.9 -j DROP", 6.0, name="n1"),
+            "packets over 300 bytes are lost for 6 s": packets("-m length --length 300: -j DROP", 6.0),
+            "a node is refused by ICMP for 3 s": packets("-j REJECT", 3.0),
+            "connections of a node are reset": packets("-p tcp -j REJECT --reject-with tcp-reset", 2.0, _CONNECTIONS),
+            "only the launchers' store is out of reach for 6 s": packets(f"{_STORE} -j DROP", 6.0, name="n1"),
+            "the launchers' store answers with resets for 6 s": packets(
+                f"{_STORE} -j REJECT --reject-with tcp-reset", 6.0, name="n1"
+            ),
+            "a node's clock is 11 days ahead, and its rank is killed": Fault(ahead, killed_by(KILL)),
+        },
+        needs=("iptables", "cc"),
+    ),
+    "two beside the endpoint's": Group(
+        {
+            "two nodes do not hear each other for 8 s": Fault(parted(8.0), ends=False, prepare=complete),
+            "two nodes do not hear each other for 50 s": Fault(
+                parted(50.0), r"(?s)run failed: .*(n2.*n3|n3.*n2)", prepare=complete
+            ),
+        },
+        nodes=(3,),
+        most=2,
+        hang_after_s=25,
+    ),
     "takeover": Group(
         {
             "the endpoint's host is killed, with --rdzv-takeover": Fault(
@@ -261,7 +378,7 @@ _GROUPS: dict[str, Group] = {
         {
             "IPv6 only: a node is killed": Fault(host_killed, _LOST),
             "IPv6 only: a rank of one node is killed": Fault(
-                of_host(Training.rank, KILL), _RANK + "w(as|ere) killed by SIGKILL"
+                of_host(Training.rank, KILL), _RANK + r"w(as|ere) killed by SIGKILL"
             ),
             "IPv6 only: the endpoint's host is killed, and comes back": Fault(
                 endpoint_killed, r"(?s)cut off: .*to go on, on n1: "
@@ -273,7 +390,7 @@ _GROUPS: dict[str, Group] = {
 }
 _READY = {
     name: {
-        kind: fault if fault.prepare is one_gone else replace(fault, prepare=others_there)
+        kind: fault if fault.prepare in (one_gone, complete) else replace(fault, prepare=others_there)
         for kind, fault in group.kinds.items()
     }
     for name, group in _GROUPS.items()

@@ -112,10 +112,16 @@ def page_with(page: str, text: str) -> str:
 _INTRODUCTION = """\
 Made by `python benchmarks/campaign.py`. Kinds of faults, hosts and ranks are drawn at random from a seed. Several
 faults are injected into each training, one after the other. Faults on one machine are injected into 2 or 3 ranks with
-loader processes, under `ddp`, `ddp` with `mirror`, or `zero` with `mirror`. Faults of nodes and networks are injected
-into 2 to 4 hosts made of network namespaces, with `--nnodes 1:N` and one rank each. A checkpoint is saved every 10
-steps, and a hang is reported after 20 s. Trainings that found a defect, of Lockstep or of the campaign, are left out
-until they have been repeated without it.
+loader processes, under `ddp`, `ddp` with `mirror`, or `zero` with `mirror`; numbers of one rank are changed under
+`ddp`. Faults of nodes and networks are injected into 2 to 4 hosts made of network namespaces, with `--nnodes 1:N` and
+one rank each. A checkpoint is saved every 10 steps, and a hang is reported after 20 s. Calls for files fail, come late
+or are done in part, and the clock is set, by a library that is loaded before the C library (`faulty_files.c`). That a
+fault has happened is seen each time: by the rank that has taken it, by the calls or packets that were struck, or by
+what is said. Trainings that found a defect, of Lockstep or of the campaign, are left out until they have been repeated
+without it.
+
+`benchmarks/faults_tried.csv` says which of these kinds, or which test, covers each of 259 faults of an earlier
+campaign.
 
 - Cause named: the launchers name what happened to the run, and blame nothing else. A launcher that was killed cannot
   name anything; then nothing else may be blamed.

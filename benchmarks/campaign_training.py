@@ -22,12 +22,13 @@ from typing import Literal, TypeVar
 
 import lockstep
 from campaign_scripts import PLAIN, SAVE_EVERY, TRAIN
+from faulty_files import FaultyFiles
 from hosts import Host, Hosts, hosts
 
 T = TypeVar("T")
 HOME = str(Path(lockstep.__file__).parents[1])
 #: For any one thing that is waited for.
-LIMIT_S = 150.0
+LIMIT_S = 300.0
 #: Within so long after its launcher a run must be gone from a host.
 LEFT_S = 10.0
 RESTARTS = 100
@@ -56,7 +57,7 @@ class Manner:
 class Step:
     """A step that the leader has done."""
 
-    at_s: float  #: since 1970
+    at_s: float  #: on the machine's monotonic clock, which no fault sets
     generation: str
     ranks: int
     number: int
@@ -74,8 +75,15 @@ class Training:
     #: Hosts whose launchers were killed or told to leave the others.
     excused: set[str] = field(default_factory=set)
 
-    def launch(self, host: str, *more: str, script: str = "train.py", env: dict[str, str] | None = None) -> None:
-        """Start the launcher of ``host``; ``more`` are options for it."""
+    def launch(
+        self,
+        host: str,
+        *more: str,
+        script: str = "train.py",
+        env: dict[str, str] | None = None,
+        within: Sequence[str] = (),
+    ) -> None:
+        """Start the launcher of ``host``; ``more`` are options for it, ``within`` is the command that starts it."""
         if self.manner.way == "torchrun":
             script, command = "plain.py", ["-m", "torch.distributed.run", *_torchrun_options(self.manner)]
         else:
@@ -90,12 +98,16 @@ class Training:
         self.excused.discard(host)
         with (self.here / f"{host}.screen").open("a") as screen:
             self.launchers[host] = self.machines[host].start(
-                [sys.executable, *command, script, *args],
+                [*within, sys.executable, *command, script, *args],
                 cwd=self.here,
-                env=clean | (env or {}),
+                env=clean | self.files(host).env | (env or {}),
                 stdout=screen,
                 stderr=screen,
             )
+
+    def files(self, host: str = "n1") -> FaultyFiles:
+        """What befalls the files and the clock of ``host``."""
+        return FaultyFiles(self.here / f"faulty-{host}")
 
     def temporary(self, host: str) -> Path:
         """The directory for temporary files of ``host``, another one each time that it comes up."""
@@ -202,12 +214,18 @@ class Training:
         root = self.machines["n1"].root if self.manner.nodes == 1 else Path("/")
         return root / self.here.relative_to("/") / "r"
 
-    def tell(self, what: str) -> None:
-        """Have a rank, drawn, do ``what`` to itself."""
+    def tell(self, code: str, place: str = "step", *, later: bool = False) -> int:
+        """Have a rank, drawn, run ``code`` when it comes to that place of the script; its number.
+
+        With ``later``, that may be after all other faults; else returns when it has come there.
+        """
         rank = self.draw.randrange(self.manner.ranks * max(1, len(self.alive)))
-        (self.here / "do").write_text(what)
-        (self.here / "do").rename(self.here / f"do-{rank}")
-        wait_for(lambda: not (self.here / f"do-{rank}").exists(), f"rank {rank} to do it")
+        told = self.here / f"do-{place}-{rank}"
+        (self.here / "do").write_text(code)
+        (self.here / "do").rename(told)
+        if not later:
+            wait_for(lambda: not told.exists(), f"rank {rank} to do it")
+        return rank
 
     def wait_for_steps(self, more: int, *, ranks: int = 0) -> None:
         """Wait until so many more steps are done, with so many ranks if that is given, or all launchers have ended."""
@@ -323,11 +341,12 @@ def training(manner: Manner, draw: random.Random) -> Iterator[Training]:
         here = Path(place)
         (here / "train.py").write_text(TRAIN)
         (here / "plain.py").write_text(PLAIN)
-        with hosts(manner.nodes, ipv6=manner.ipv6) as machines:
+        with hosts(manner.nodes, ipv6=manner.ipv6, memory="256m") as machines:
             if manner.nodes == 1:
                 # A small disk of its own, which may be filled.
                 (here / "r").mkdir(mode=0o700)
-                machines["n1"].run("mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "disk", str(here / "r"))
+                small = "size=96m,nr_inodes=2000,mode=0700"
+                machines["n1"].run("mount", "-t", "tmpfs", "-o", small, "disk", str(here / "r"))
             one = Training(machines, here, manner, draw)
             try:
                 yield one

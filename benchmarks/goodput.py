@@ -6,7 +6,8 @@ python benchmarks/goodput.py --seconds 45 --kill-every 15 --every none 10
 The same model and the same samples a step. Every so many seconds one rank, drawn by a seeded generator, gets SIGKILL,
 and the launcher starts all of them again. A step is of use if the training did not have to make it again: what counts
 is the step that it has come to when the time is over, by the seconds since its first step. Beside each way that is
-killed runs the same way undisturbed; the ways take turns, in an order that changes from round to round.
+killed runs the same way undisturbed; the ways take turns, in an order that changes from round to round. A pause is
+the time from the kill to the first step of the ranks that were started then.
 
     lockstep    `lockstep run --max-restarts`, which goes on from the last finished step
     torchrun    `torchrun --max-restarts`; the script saves with torch.distributed.checkpoint, into a directory that
@@ -134,8 +135,8 @@ FIRST_STEP_S = 240.0  #: for what takes three seconds on an idle machine
 
 def steps_a_second(
     way: str, ranks: int, every: str, seconds: float, kill_every: float | None, dice: random.Random
-) -> float:
-    """Steps of use for each second since the first one was made."""
+) -> tuple[float, list[float]]:
+    """Steps of use for each second since the first one was made, and the pauses after kills in seconds."""
     with tempfile.TemporaryDirectory() as here:
         place, script = Path(here), Path(here, "train.py")
         script.write_text(WAYS[way])
@@ -158,12 +159,14 @@ def steps_a_second(
                 time.sleep(0.01)
             began, first = time.monotonic(), reached(place)
             kill_s = began + kill_every if kill_every else float("inf")
+            pauses: list[float] = []
             while (now := time.monotonic()) < began + seconds:
                 if now >= kill_s:
                     kill_s += kill_every or 0.0
-                    strike(place, dice)
+                    if strike(place, dice) and (pause := _pause(place, now, began + seconds)) is not None:
+                        pauses.append(pause)
                 time.sleep(0.02)
-            return (reached(place) - first) / (time.monotonic() - began)
+            return (reached(place) - first) / (time.monotonic() - began), pauses
         finally:
             launcher.send_signal(signal.SIGINT)
             time.sleep(0.2)
@@ -183,10 +186,24 @@ def reached(place: Path) -> int:
         return 0
 
 
-def strike(place: Path, dice: random.Random) -> None:
-    """Kill one of the ranks that trained last."""
-    with contextlib.suppress(ProcessLookupError):  # between two generations: the next stroke finds one
+def strike(place: Path, dice: random.Random) -> bool:
+    """Kill one of the ranks that trained last; False between two generations: the next stroke finds one."""
+    with contextlib.suppress(ProcessLookupError):
         os.kill(int(dice.choice((place / "pids").read_text().split())), signal.SIGKILL)
+        return True
+    return False
+
+
+def _pause(place: Path, struck_s: float, until_s: float) -> float | None:
+    """Seconds from ``struck_s`` to the first step of the next ranks; None if it does not come until ``until_s``."""
+    before, at = (place / "pids").read_text(), -1
+    while (now := time.monotonic()) < until_s:
+        if at < 0 and (place / "pids").read_text() not in ("", before):
+            at = reached(place)
+        elif 0 <= at != reached(place):
+            return now - struck_s
+        time.sleep(0.002)
+    return None
 
 
 def main() -> None:
@@ -201,19 +218,24 @@ def main() -> None:
     told = parser.parse_args()
     dice = random.Random(0)
     runs = [(way, every) for every in told.every for way in WAYS]
-    seen: dict[tuple[str, str], dict[str, list[float]]] = {run: {"killed": [], "undisturbed": []} for run in runs}
+    kinds = ("killed", "undisturbed", "pauses")
+    seen: dict[tuple[str, str], dict[str, list[float]]] = {run: {kind: [] for kind in kinds} for run in runs}
     for number in range(told.rounds):
         for way, every in runs if number % 2 == 0 else reversed(runs):
             for kind in ("killed", "undisturbed") if number % 2 == 0 else ("undisturbed", "killed"):
                 kill_every = told.kill_every if kind == "killed" else None
-                found = steps_a_second(way, told.ranks, every, told.seconds, kill_every, dice)
+                found, pauses = steps_a_second(way, told.ranks, every, told.seconds, kill_every, dice)
                 seen[way, every][kind].append(found)
-    print("| | saved every | steps/s undisturbed | of use, killed | ratio |\n|---|---|---|---|---|")
+                seen[way, every]["pauses"] += pauses
+    print("| | saved every | steps/s undisturbed | of use, killed | ratio | pause: median, most |")
+    print("|---|---|---|---|---|---|")
     for (way, every), rates in seen.items():
         ratio = median(k / u for k, u in zip(rates["killed"], rates["undisturbed"], strict=True))
         calm, killed = (median(rates[kind]) for kind in ("undisturbed", "killed"))
         words = "never" if every == "none" else f"{every} s"
-        print(f"| {way} | {words} | {calm:.0f} | {killed:.0f} | {ratio:.2f} |", flush=True)
+        pauses = rates["pauses"]
+        pause = f"{median(pauses):.2f} s, {max(pauses):.2f} s (n {len(pauses)})" if pauses else "-"
+        print(f"| {way} | {words} | {calm:.0f} | {killed:.0f} | {ratio:.2f} | {pause} |", flush=True)
     if told.json:
         Path(told.json).write_text(json.dumps([{"way": w, "every": e, **rates} for (w, e), rates in seen.items()]))
 

@@ -1,6 +1,7 @@
 """What is said to errors of Python and torch whose own text does not say what to do."""
 
 import bdb
+import errno
 import io
 import multiprocessing
 import os
@@ -165,6 +166,15 @@ def test_a_loader_process_that_is_killed_while_it_hands_a_sample_over_is_named()
     assert error.__notes__ == ["a loader process was killed by SIGKILL while it handed a sample over"]
     assert Failure.of(error, rank=0, host="h", now_s=0.0, log_bytes=0).lost_worker
     process.join()
+
+
+def test_memory_for_files_that_takes_no_lock_is_named(monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("multiprocessing.synchronize._multiprocessing.SemLock", refused)
+    error = caught(multiprocessing.get_context("fork").Lock)
+    assert "lie in /dev/shm, which takes nothing" in advice_for(error, attached=True)
 
 
 def alone_in_a_collective():

@@ -206,7 +206,8 @@ def checkpoint(tmp_path):
     saves = Checkpoints(root, single_rank_group(), keep=3, say=print)
     tree = {"models": [{"w": torch.arange(6.0).reshape(2, 3), "n": torch.tensor(3)}], "progress": {"epoch": 1}}
     for step in (1, 2):
-        saves.save({**tree, "metrics": {"loss": 0.5}, "strategy": ("ddp", 1)}, step, {"protected": [1]})
+        told = {"metrics": {"loss": 0.5}, "strategy": ("ddp", 1), "best": {"metric": "loss", "step": 1}}
+        saves.save({**tree, **told}, step, {"protected": [1]})
         saves.protect_newest()
     saves.close()
     newest = root / "step-00000002"

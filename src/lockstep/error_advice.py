@@ -23,6 +23,7 @@ from lockstep.peer_failure import is_peer_failure
 _DATA: Final = str(Path(__file__).parent / "data")
 _COLLECTIVES: Final = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/c10d_logger.py")
 _GRAD_SCALER: Final = "/torch/amp/grad_scaler.py"
+_LOCKS: Final = "/multiprocessing/synchronize.py"
 _HANDING_OVER: Final = "/multiprocessing/resource_sharer.py"
 _NO_GPU: Final = re.compile(
     "not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|no attribute '_cuda_|"
@@ -137,6 +138,17 @@ def _loader_process(error: BaseException, frames: Frames) -> str:
     return f"a loader process was {'killed' if not killed else f'killed by {killed[0]}'} while it handed a sample over"
 
 
+def _semaphore(error: BaseException, frames: Frames) -> str:
+    """Python's locks between processes lie in /dev/shm, and its error names no file."""
+    by_lock = any(file.endswith(_LOCKS) for file, _ in frames)
+    if not (isinstance(error, OSError) and by_lock):
+        return ""
+    return (
+        "locks that a rank shares with its loader processes lie in /dev/shm, which takes nothing: give it room "
+        "(docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm), or read without loader processes (workers=0)"
+    )
+
+
 def _relative_import(error: BaseException, frames: Frames) -> str:
     own = [Path(file) for file, _ in frames if is_users(file)]
     if not (isinstance(error, ImportError) and "relative import with no known parent package" in str(error) and own):
@@ -163,5 +175,5 @@ def _collective(error: BaseException, frames: Frames) -> str:
 
 
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _relative_import, _collective),
+    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _semaphore, _relative_import, _collective),
 )

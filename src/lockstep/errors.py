@@ -8,7 +8,8 @@
     ├── DataError (ValueError)           a data set that cannot be divided into samples
     ├── UsageError (RuntimeError)        the training loop calls `Run` in an order that would train wrongly
     ├── MismatchError (RuntimeError)     ranks differ where they must be equal
-    │   └── AuditError                   a rank has computed wrong bits, or holds some
+    │   ├── AuditError                   a rank has computed wrong bits, or holds some
+    │   └── DifferentCalls               ... in what they call; what they hold may be equal
     ├── NonFiniteError (ArithmeticError) a loss or a gradient is nan or infinite
     ├── PeerLost (RuntimeError)          another rank died, left or does not answer
     ├── TrialStopped                     a search ends a trial early: not an error, but the way out of the objective
@@ -67,6 +68,10 @@ class AuditError(MismatchError):
         super().__init__(text)
         self.accused = accused  #: ranks that were wrong; empty where it cannot be told
         self.headline = headline  #: what is wrong, in one line
+
+
+class DifferentCalls(MismatchError):
+    """Ranks call different things, such as after one of them has left a loop; what they hold may be equal."""
 
 
 class NonFiniteError(LockstepError, ArithmeticError):

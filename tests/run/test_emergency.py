@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import lockstep
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
-from lockstep.errors import CheckpointError, PeerLost
+from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
@@ -479,14 +479,35 @@ def test_the_reason_for_which_no_state_was_left_is_said_by_the_next_generation(t
     assert said[0].startswith(f"rank 0 left no state when another one died: {why}")
 
 
+ABOUT = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
+
+
+@pytest.mark.parametrize(
+    ("error", "step"),
+    [
+        (PeerLost("rank 1 is gone"), 7),
+        (NonFiniteError("the gradient is not finite"), 7),
+        (DifferentCalls("ranks make different calls"), 7),
+        (MismatchError("ranks hold different values"), None),
+        (ValueError("a label is 255"), None),
+    ],
+)
+def test_who_fails_with_all_others_leaves_what_its_error_has_spared(tmp_path, error, step):
+    made, _ = two_generations(tmp_path)
+    point = ResumePoint(lambda: {"w": torch.ones(1)})
+    point.reach()
+    made[0].leave(error, point, lambda: dict(ABOUT))
+    found = made[1].find()
+    assert (None if found is None else found.step) == step
+
+
 def test_survivors_that_hold_other_bits_are_told(tmp_path):
     """One of them is wrong, and nobody knows which: the checkpoint is used, and a broken machine is not hidden."""
     made, said = two_generations(tmp_path)
-    about = {"step": 7, "turn": False, "rank": 0, "ranks": 0, "identity": {}, "rows": []}
     for value in (1.0, 1.0000001):
         point = ResumePoint(lambda value=value: {"w": torch.tensor([value])})
         point.reach()
-        made[0].leave(PeerLost("rank 1 is gone"), point, lambda: dict(about))
+        made[0].leave(PeerLost("rank 1 is gone"), point, lambda: dict(ABOUT))
     assert made[1].find() is None
     why = "ranks 0 and 0 differ after step 7"
     assert said == [f"the states that survivors have left are not used, for one of the machines may be faulty: {why}"]

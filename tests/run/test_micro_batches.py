@@ -1,6 +1,7 @@
 """What `train` and `evaluate` hand out: lazy, of a known length, closed when it is left; and in which order."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -117,6 +118,24 @@ def test_a_pass_that_is_left_is_closed_at_once(how):
                     run.measure(x=1.0)
         finally:
             gc.enable()
+
+
+def test_a_process_that_is_forked_in_the_body_and_comes_back_to_the_loop_is_ended(capfd):
+    ends = []
+    with Run() as run:
+        model, batches = open_run(run)
+        for _ in run.epochs(1):
+            for batch in run.train(batches):
+                if run.step(model(batch).square().mean()) and run.progress.step == 2:
+                    if child := os.fork():
+                        ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                    else:
+                        ends.append("of the child")
+                elif "of the child" in ends:
+                    os._exit(9)
+        assert run.progress.step == 5
+    assert ends == [1]
+    assert "has come back to the loop and is ended: it is no rank" in capfd.readouterr().err
 
 
 def test_a_pass_over_a_stream_says_why_it_has_no_length():

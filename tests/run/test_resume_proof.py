@@ -4,6 +4,7 @@ import copy
 import itertools
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from lockstep.checkpoint import NEXT_STEP, list_checkpoints, verify
 from lockstep.collectives import TensorShard
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, MismatchError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.run.resume_proof import bit_sums
@@ -80,6 +81,28 @@ def trained(directory, how="good", strategy="ddp", until=None, resume=False, sav
         return state_hash(state) if run.leads else None
 
 
+def apart(directory, what, odd):
+    """The rank ``odd`` parts ways in the body of the step after a checkpoint; what is said, and what is recorded."""
+    said = ""
+    try:
+        with Run(seed=1, checkpoint=directory, save_every="2 steps") as run:
+            model = run.model(net())
+            optimizer = run.optimizer(torch.optim.Adam(model.parameters()))
+            for _ in run.epochs(3):
+                for (x,) in run.train(run.loader((X,), **SIZES)):
+                    if not run.step(model(x).square().mean()) or run.progress.step != 3:
+                        continue
+                    wait_until(lambda: list_checkpoints(Path(directory)), "a checkpoint")
+                    if run.rank == odd:
+                        if what == "option":
+                            optimizer.param_groups[0]["eps"] = 1e-3
+                        else:
+                            model[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+    except MismatchError as error:
+        said = str(error)
+    return said, [(one.path / NEXT_STEP).exists() for one in list_checkpoints(Path(directory))]
+
+
 def killed(directory, how="good", strategy="ddp", until=KILLED, **settings):
     try:
         trained(directory, how, strategy, until=until, **settings)
@@ -119,6 +142,16 @@ HOWS = ("good", "teacher")
 
 def resumed(function, directory, how, strategy):
     return function(directory, how, strategy, **({"resume": True} if function is trained else {}))
+
+
+def test_a_step_that_ranks_have_made_apart_is_no_proof_of_any_resume(tmp_path):
+    """Else a bit that is flipped on the leader just after a save would make all resumes from it fail."""
+    calls = [(apart, str(tmp_path / f"{what}-{odd}"), what, odd) for what in ("option", "bit") for odd in (0, 1)]
+    for (_, _, what, _), ranks in zip(calls, on_world(2, calls), strict=True):
+        name = "eps of Adam's group 0" if what == "option" else "models.0.0.weight"
+        for said, recorded in ranks:
+            assert said.startswith(f"ranks hold different values after step 3: {name} ")
+            assert recorded == [False]
 
 
 def test_sums_of_bits_depend_on_no_division_and_on_every_bit():

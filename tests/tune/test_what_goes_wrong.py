@@ -1,5 +1,6 @@
 """Objectives, scripts and drivers that do what they should not: what comes out is right, or says what is wrong."""
 
+import contextlib
 import csv
 import io
 import json
@@ -23,13 +24,14 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.cli.main import main
-from lockstep.errors import MismatchError, TrialStopped
+from lockstep.errors import MismatchError, SettingError, TrialStopped
 from lockstep.formatting import acts
 from lockstep.launch_contract import ENDS_AT
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Choice, Evaluated, Float, draw_pictures, load
-from lockstep.tune.journal import write_patiently
+from lockstep.tune.journal import JournalWriter, SearchPlan, write_patiently
 from lockstep.tune.outcome import Outcome
+from lockstep.tune.records import TrialBegan
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
@@ -94,6 +96,22 @@ def test_a_trial_that_kills_its_launcher_each_time_has_failed_after_its_retries(
     assert (kills.state, kills.attempts) == ("failed", 2)
     assert kills.reason == "the launcher of its worker was killed by SIGKILL"
     assert (fine.state, fine.attempts) == ("done", 1)
+
+
+def kills_its_rank(params):
+    if current_trial().number == 1 and current_trial().attempt == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return params["x"]
+
+
+def test_a_rank_of_a_trial_that_is_killed_is_told_on_the_screen(capfd):
+    driver = started(lockstep.tune, kills_its_rank, LINE, trials=3, workers=1, run_dir="a")
+    driver.join(DEADLINE_S)
+    assert driver.exitcode == 0
+    assert [(trial.state, trial.attempts) for trial in load("a").trials] == [("done", 1), ("done", 2), ("done", 1)]
+    told = capfd.readouterr().err
+    assert told.count("trial 1, attempt 1: ") == 1
+    assert "was killed by SIGKILL" in told.partition("trial 1, attempt 1: ")[2].splitlines()[0]
 
 
 def test_a_stopped_trial_of_which_it_is_unknown_whether_it_violates_the_constraints_is_the_last():
@@ -436,6 +454,14 @@ def test_a_journal_that_is_removed_is_written_again_by_those_who_have_it_open():
     assert load("a").trials == result.trials
     again = lockstep.tune(removes_the_journal, LINE, trials=5, run_dir="a", resume=True)
     assert again.trials == result.trials
+
+
+def test_a_trial_of_another_space_is_named(tmp_path):
+    SearchPlan(Space.of({"act": Choice("relu", "tanh")}).to_json(), {"trials": 1}).write(tmp_path)
+    with contextlib.closing(JournalWriter(tmp_path, 0)) as writer:
+        writer.append(TrialBegan(0, 1, 1, 10.0, params={"act": "tanh"}, point=(2.0,), operator="random"))
+    with pytest.raises(SettingError, match=r"trial 0 of .* is none of the space"):
+        load(tmp_path)
 
 
 def test_a_copy_of_a_journal_counts_no_trial_twice():

@@ -11,13 +11,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.gathered_objects import all_gather_flat
 from lockstep.collectives.group import Group
 from lockstep.collectives.reduction_plan import HostDivision, ReductionPlan, ReductionPlans, Runs
 from lockstep.collectives.shared_memory import SharedMemoryAllReduce
 from lockstep.collectives.wait_clock import wait_clock
-
-# Torch 2.13 gave it a new name, and warns of the old one.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 #: For tensors of so many bytes, waits count more than what is sent or copied once more.
 _LITTLE: Final = 1 << 18
@@ -325,7 +323,7 @@ def _gather(stage: _Stage, chunk: torch.Tensor, out: torch.Tensor) -> None:
     size, each = len(stage.plan.nodes_by_rank), stage.plan.chunk(out.numel())
     alike, rest = out[: size * each], out[size * each :]
     if not len(rest) or out.nbytes >= _LITTLE:
-        _all_gather(alike, chunk[:each], group=stage.gathers)
+        all_gather_flat(alike, chunk[:each], group=stage.gathers)
         if len(rest):  # less than a thousandth, for which all would be copied once more
             if stage.plan.rank == size - 1:
                 rest.copy_(chunk[each:])
@@ -335,7 +333,7 @@ def _gather(stage: _Stage, chunk: torch.Tensor, out: torch.Tensor) -> None:
     padded = out.new_empty(longest)
     padded[: len(chunk)].copy_(chunk)
     gathered = out.new_empty(size * longest)
-    _all_gather(gathered, padded, group=stage.gathers)
+    all_gather_flat(gathered, padded, group=stage.gathers)
     by_rank = gathered.view(size, longest)
     alike.view(size, each).copy_(by_rank[:, :each])
     rest.copy_(by_rank[-1, each:])

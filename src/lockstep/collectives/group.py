@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store  # what torch.distributed exports, with types
 from torch.distributed.rendezvous import rendezvous
 
+from lockstep.collectives.gathered_objects import gathered
 from lockstep.collectives.gloo_threads import destroy_process_groups
-from lockstep.errors import MismatchError, PeerLost, RendezvousError, WorldError
+from lockstep.errors import DifferentCalls, MismatchError, PeerLost, RendezvousError, WorldError
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, is_loopback
 from lockstep.peer_failure import is_peer_failure
 from lockstep.world import World
@@ -123,17 +124,16 @@ class Group:
         Values are pickled and go over the CPU, in about 1 ms: for what is small and rare.
 
         Raises:
-            MismatchError: if ranks call this for different things, as when one calls it inside ``if run.leads``.
+            DifferentCalls: if ranks call this for different things, as when one calls it inside ``if run.leads``.
             PeerLost: if a rank is gone or does not come.
         """
         if self._control is None:
             return [value]
-        answers: list[tuple[str, T]] = [(what, value)] * self.size
         with translating_peer_errors(what):
-            dist.all_gather_object(answers, (what, value), group=self._control)
+            answers: list[tuple[str, T]] = gathered((what, value), self.size, self._control)
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
-            raise MismatchError(
+            raise DifferentCalls(
                 f"ranks make different calls: {_by_value(calls)}. Every rank must make the same calls in the same "
                 "order: look for a call inside `if run.leads`, or for loops of different length"
             )
@@ -432,8 +432,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             device_id=None if over_cpu else device,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
-        nodes = [0] * world.size
-        dist.all_gather_object(nodes, world.node_rank, group=control)
+        nodes = gathered(world.node_rank, world.size, control)
     except WorldError:
         raise
     except (RuntimeError, ValueError) as error:

@@ -22,14 +22,14 @@ from torch._C._distributed_c10d import HashStore  # what torch.distributed expor
 
 from lockstep.collectives.all_reduce import AllReduce, open_all_reduce, wait_all
 from lockstep.collectives.all_to_all import all_to_all
+from lockstep.collectives.gathered_objects import all_gather_flat
 from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.collectives.group import Group, translating_peer_errors
 from lockstep.collectives.reduction_plan import Runs, turns_of
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator
 from lockstep.collectives.shared_memory_parts import SharedMemoryExchange, SharedMemoryGather
 
-# Torch 2.13 gave them new names, and warns of the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# Torch 2.13 gave it a new name, and warns of the old one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -73,7 +73,7 @@ class ShardGroups:
             return part
         whole = part.new_empty(part.numel() * self.within.size)
         with translating_peer_errors("the gathering of parts"):
-            _all_gather(whole, part, group=self.within.process_group)
+            all_gather_flat(whole, part, group=self.within.process_group)
         return whole
 
     def close(self) -> None:

@@ -28,6 +28,8 @@ _STDLIB = sysconfig.get_path("stdlib")
 _INSTALLED = tuple({_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
 #: Python's own debugger and interactive console.
 _PROMPTS = tuple(f"{_STDLIB}/{name}.py" for name in ("pdb", "code"))
+#: Python itself calls what dataclasses and the like have made of text <string>.
+_OF_OTHERS = ("<frozen", "<string>", *_INSTALLED)
 _PACKAGES = ("site-packages", "dist-packages")
 _RUN = str(Path(_OURS, "run"))
 # torch's own dispatch lies around every collective of the functional kind.
@@ -41,8 +43,7 @@ def is_users(file: str) -> bool:
     `sys.path` that says so by a ``*.dist-info``, as ``pip install --target`` leaves it; though not beside the program
     itself.
     """
-    # Python itself calls what dataclasses and the like have made of text <string>.
-    if file.startswith(("<frozen", "<string>", *_INSTALLED)) or _in_packages(file):
+    if file.startswith(_OF_OTHERS) or _in_packages(file):
         return False
     return not any(file.startswith(f"{entry}/") and _holds_packages(entry) for entry in sys.path if entry)
 

@@ -28,7 +28,7 @@ from lockstep.checkpoint import (
     save_whole,
 )
 from lockstep.collectives import Group
-from lockstep.errors import MismatchError
+from lockstep.errors import DifferentCalls, MismatchError, NonFiniteError
 from lockstep.formatting import format_ranks
 from lockstep.launch_contract import EMERGENCY
 from lockstep.peer_failure import is_peer_failure
@@ -43,6 +43,9 @@ from lockstep.run.resume_point import ResumePoint, described
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy, state_part
 from lockstep.world import World
+
+#: Errors that may end all ranks at once, each of which still holds the last finished step.
+_SPARE_THE_STATE: Final = (DifferentCalls, NonFiniteError)
 
 Own = Callable[[StatePart], StateTree]
 """What lies on this rank of the state."""
@@ -90,6 +93,8 @@ class Emergency(Protocol):
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
+
+        Likewise if it is one that may end all ranks at once and leaves their states as they are.
 
         ``about`` gives the description that is saved with it, see `LeftState.of`.
         """
@@ -318,9 +323,9 @@ class EmergencyMemory(Emergency):
         try:
             if self._copied is not None:
                 self._copied.take_in()
-            if isinstance(error, MismatchError):
+            if isinstance(error, MismatchError) and not isinstance(error, DifferentCalls):
                 self._files.suspect(str(error))
-            elif is_peer_failure(error) and self.part is not None:
+            elif self.part is not None and (is_peer_failure(error) or isinstance(error, _SPARE_THE_STATE)):
                 if (flat := point.take()) is None:
                     why_not = point.why_not
                 else:

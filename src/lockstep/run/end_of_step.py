@@ -11,6 +11,7 @@ script repeats the turn, and could not be brought to a place in it that lies beh
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Final
 
 from lockstep.checkpoint import StateTree
@@ -115,7 +116,7 @@ class EndOfStep:
             buffers = (buffer for _, buffer in self._context.state.buffers)
             self._context.emergency.mirror(self._snapshot.take_own, self.about_left, buffers)
         # Now that the step is safe: a rank may be gone.
-        self.proof.body_is_over()
+        self.proof.body_is_over(partial(self._snapshot.compare_ranks, looked_at=False))
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
         self._log.write_recent()  # before it is saved: a resumed run has logged it

@@ -156,10 +156,10 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
     Left out is what is installed, and what has no file, such as a notebook. About 0.1 ms a module.
     """
     found = {}
-    for name, module in list((modules or sys.modules).items()):
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py") or not is_users(file):
+    for name, module in _unknown(sys.modules) if modules is None else list(modules.items()):
+        if not _is_script(module):
             continue
+        file = str(module.__file__)
         try:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         except OSError:
@@ -168,6 +168,20 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
     if "script" in found:  # the launcher runs it under a name of its own, too
         found = {name: digest for name, digest in found.items() if name == "script" or digest != found["script"]}
     return found
+
+
+def _is_script(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return isinstance(file, str) and file.endswith(".py") and is_users(file)
+
+
+def _unknown(modules: Mapping[str, ModuleType]) -> list[tuple[str, ModuleType]]:
+    return [(name, modules[name]) for name in modules.keys() - _OF_OTHERS if name in modules]
+
+
+#: Looked at once, in the process from which ranks are forked: two thousand modules take some milliseconds. What is the
+#: program there is not the script of its ranks.
+_OF_OTHERS: Final = frozenset(name for name, one in list(sys.modules.items()) if not _is_script(one)) - {"__main__"}
 
 
 def arguments_of(argv: Sequence[str]) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dis
 import gc
 import itertools
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from types import CodeType
-from typing import Final, Self
+from typing import Final, NoReturn, Self
 
 from lockstep.data import Data
 from lockstep.errors import UsageError
@@ -33,7 +34,7 @@ class MicroBatches(Iterator[Data]):
         count_refused: raises an error if a script may not end the pass after a number of micro-batches.
     """
 
-    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length")
+    __slots__ = ("_batches", "_count_refused", "_handed_on_at", "_length", "_process")
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class MicroBatches(Iterator[Data]):
         self._batches: Final = batches
         self._length: Final = length
         self._count_refused: Final = count_refused
+        self._process: Final = os.getpid()
         # Where a function such as `enumerate` was given it, and has not asked for a micro-batch since.
         self._handed_on_at: tuple[CodeType, int] | None = None
 
@@ -56,6 +58,8 @@ class MicroBatches(Iterator[Data]):
         return self
 
     def __next__(self) -> Data:
+        if os.getpid() != self._process:
+            _end_copy()
         if self._handed_on_at is not None:
             at, self._handed_on_at = self._handed_on_at, None
             if any(map(_counts, gc.get_referrers(self))):
@@ -98,3 +102,17 @@ def _counts(holder: object) -> bool:
     if isinstance(holder, tuple) and any(isinstance(other, _RANGE) for other in holder):
         return any(isinstance(each, zip) for each in gc.get_referrers(holder))
     return isinstance(holder, itertools.islice)
+
+
+def _end_copy() -> NoReturn:
+    """End a process that was forked in the loop's body and has come back to the loop.
+
+    It is no rank. What it read would be missing where its original reads, and at its end it would close for that
+    whatever they share, such as loader processes.
+    """
+    sys.stderr.write(
+        f"process {os.getpid()}, which was forked in the body of a loop over a run's micro-batches, has come back to "
+        "the loop and is ended: it is no rank. Let it end by os._exit(...) where its work is done\n"
+    )
+    sys.stderr.flush()
+    os._exit(1)

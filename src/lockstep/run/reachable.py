@@ -322,11 +322,14 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
 def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
     found: dict[str, object] = {}
     for each in reversed(kind.__mro__):
-        for name, item in {} if each.__module__ == "builtins" else vars(each).items():
+        is_torchs = each.__module__.startswith("torch")
+        if each.__module__ == "builtins" or (is_torchs and "__slots__" not in vars(each)):
+            continue
+        for name, item in vars(each).items():
             if type(item) is MemberDescriptorType:  # of `__slots__`
                 with contextlib.suppress(AttributeError):  # not set
                     found[name] = item.__get__(value)
-            elif not name.startswith("__") and not each.__module__.startswith("torch") and _is_variable(item):
+            elif not is_torchs and not name.startswith("__") and _is_variable(item):
                 found[name] = item
     with contextlib.suppress(AttributeError):
         attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -31,7 +31,8 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.checkpoint import StateTree
 from lockstep.collectives import TensorShard
 from lockstep.data import Data, checksum
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, MismatchError
+from lockstep.formatting import format_ranks
 from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
 from lockstep.run.script_state import Lost, lost, script_state
@@ -128,13 +129,17 @@ class ResumeProof:
                 "script": self._script,
                 "samples": self._samples,
                 "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
-                "options": self._options() if self._context.group.leads else {},
+                "options": self._options(),
                 "state": self._sums() if self._bits else {},
             }
             self._samples, self._script = {}, {}
 
-    def body_is_over(self) -> None:
+    def body_is_over(self, compare_ranks: Callable[[], None]) -> None:
         """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
+
+        Args:
+            compare_ranks: called before the step is recorded. If ranks differ, that of the leader may be the wrong one,
+                and no resume from the checkpoint could ever have its bits.
 
         Raises:
             CheckpointError: on all ranks, if the step is not the one that followed the checkpoint.
@@ -144,7 +149,8 @@ class ResumeProof:
         expected, self._expected = self._expected, None
         if own is None:
             return
-        own["options after"] = self._after() if self._bits and self._context.group.leads else {}
+        own["options after"] = self._options() if self._bits else {}
+        own["kept after"] = self._kept() if self._bits and self._context.group.leads else {}
         own["state after"] = self._sums() if self._bits else {}
         parts = self._context.group.gather_objects(own, "the step after a checkpoint")
         found: StateTree = {
@@ -154,7 +160,7 @@ class ResumeProof:
             "losses": _together(part["losses"] for part in parts),
             "options": parts[0]["options"],
             "state": _added(part["state"] for part in parts),
-            "after": parts[0]["options after"] | _added(part["state after"] for part in parts),
+            "after": parts[0]["options after"] | parts[0]["kept after"] | _added(part["state after"] for part in parts),
         }
         if expected is not None:
             of_script = lost(expected.get("script", {}), found["script"])
@@ -162,6 +168,9 @@ class ResumeProof:
             listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
             self._refuse(_first_difference(expected, found, of_script), listed)
         if saved is not None:
+            if self._context.share.in_step:
+                _require_alike([part["options"] | part["options after"] for part in parts], saved + 1)
+            compare_ranks()
             self._checkpointer.note_next_step(saved, found)
 
     def _listen(self) -> None:
@@ -247,11 +256,28 @@ class ResumeProof:
         kept = {name: value.state_dict() for name, value in state.kept.items()}
         return found | {name: repr(value) for name, value in plain_in(schedulers_in(kept))}
 
-    def _after(self) -> dict[str, str | int]:
-        """The same, and sums of kept tensors."""
+    def _kept(self) -> dict[str, int]:
+        """Sums of kept tensors."""
         kept = {name: value.state_dict() for name, value in self._context.state.kept.items()}
         tensors = {f"run.kept.{name}": (each, 0) for name, each in tensors_in(kept) if not hasattr(each, "to_local")}
-        return self._options() | bit_sums(tensors)
+        return bit_sums(tensors)
+
+
+def _require_alike(options: Sequence[Mapping[str, str]], step: int) -> None:
+    """Check that the ``options`` of all ranks are the same after ``step`` steps.
+
+    Raises:
+        MismatchError: naming the first that differs, and on which ranks.
+    """
+    for name in options[0]:
+        values = [each.get(name) for each in options]
+        common = max(values, key=values.count)
+        if odd := [rank for rank, value in enumerate(values) if value != common]:
+            raise MismatchError(
+                f"ranks hold different values after step {step}: {name} is {values[odd[0]]} on {format_ranks(odd)}, "
+                f"and {common} on the others. Something sets it on some ranks only, such as a decision by what a rank "
+                "sees by itself; the next resume begins before that"
+            )
 
 
 def bit_sums(held: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, int]:

@@ -57,10 +57,11 @@ class Shutdown:
         self._save_stop: Final = context.save_stop
         self._measurement: Final = measurement
         self._closed = False
+        self._process: Final = os.getpid()
 
     def close(self, error: BaseException | None) -> None:
-        """See `Run.close` and `Run.__exit__`."""
-        if self._closed:
+        """See `Run.close` and `Run.__exit__`; in a process that the script has forked, which is no rank, nothing."""
+        if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         forget(self.close)

@@ -99,8 +99,11 @@ class RunSnapshot:
             "norms": self._metrics.norms_state(),
         }
 
-    def compare_ranks(self) -> None:
-        """Check that ranks that should hold the same values do, after a step whose bodies were looked at. Collective.
+    def compare_ranks(self, *, looked_at: bool = True) -> None:
+        """Check that ranks that should hold the same values do, after a step. Collective.
+
+        Args:
+            looked_at: whether the bodies of the step were looked at: attributes of all modules are compared, too.
 
         Raises:
             MismatchError: if they do not.
@@ -108,7 +111,7 @@ class RunSnapshot:
         """
         self._context.kernels.require_formats()
         if self._context.share.in_step and self._context.group.size > 1:
-            self._compare(self._objects(), attributes_of_all=True)
+            self._compare(self._objects(), attributes_of_all=looked_at)
 
     def note_modules(self) -> None:
         """A loop over micro-batches is left: ranks compare next how their modules were then. Asks no other rank.

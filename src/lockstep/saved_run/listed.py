@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.checkpoint import LOCAL, CheckpointReader, Committed, Holder, expired, lock_root, remove, verify
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.saved_run.located import RunPath, best_of, checkpoints_of, is_whole
+from lockstep.saved_run.located import RunPath, best_of, checkpoints_of, is_whole, told_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,15 @@ def _row(one: Committed, best: int | None, age_s: float) -> Row:
         checkpoint = CheckpointReader(one.path)
     except (CheckpointError, OSError) as error:
         return Row(one.path.name, one.step, age_s=age_s, damaged=str(error))
-    tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
     return Row(
         one.path.name,
         one.step,
-        epoch=_epoch(tree.get("progress", {})),
-        metrics=dict(tree.get("metrics", {})),
+        epoch=_epoch(told_in(checkpoint, "progress", dict[str, int], {})),
+        metrics=told_in(checkpoint, "metrics", dict[str, Any], {}),
         size_bytes=checkpoint.manifest.total_bytes,
         age_s=age_s,
         best=one.step == best,
-        strategy=tree.get("strategy", ("",))[0],
+        strategy=told_in(checkpoint, "strategy", tuple[str, Any], ("", None))[0],
         ranks=checkpoint.manifest.ranks or None,
     )
 
@@ -130,5 +129,5 @@ def _best_step(found: Sequence[Committed]) -> int | None:
             best = best_of(CheckpointReader(one.path))
         except (CheckpointError, OSError):
             continue
-        return None if best is None else int(best["step"])
+        return None if best is None else best["step"]
     return None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.checkpoint import CheckpointReader, Committed, list_checkpoints, verify
 from lockstep.errors import CheckpointError, DamagedCheckpoint, SettingError
+from lockstep.records import of_kind
+
+T = TypeVar("T")
 
 BEST, NEWEST = "best", "newest"
 
@@ -93,8 +96,18 @@ def is_whole(one: Committed) -> bool:
 
 def best_of(newest: CheckpointReader) -> dict[str, Any] | None:
     """What a run's ``newest`` checkpoint says of its best step: ``metric``, ``mode``, ``value`` and ``step``."""
-    best = newest.tree.get("best") if isinstance(newest.tree, dict) else None
-    return dict(best) if best else None
+    best: dict[str, Any] = told_in(newest, "best", dict[str, Any], {})
+    return best if isinstance(best.get("step"), int) else None
+
+
+def told_in(checkpoint: CheckpointReader, name: str, kind: Any, otherwise: T) -> T:
+    """What ``checkpoint`` tells as ``name``, of that ``kind``; ``otherwise`` if it tells nothing, or something else."""
+    tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
+    try:
+        found: T = of_kind(kind, tree.get(name, otherwise), name)
+    except ValueError:
+        return otherwise
+    return found
 
 
 def _steps(found: tuple[Committed, ...]) -> str:

@@ -179,9 +179,16 @@ class Driver:
                     self._ended(spec, process)
             if time.monotonic() >= next_show_s:
                 next_show_s = time.monotonic() + _SHOW_EVERY_S
-                if (record := followed.record()) is not None:
-                    self._view.show(record)
-        if (record := followed.record()) is not None:
+                self._show(followed)
+        self._show(followed)
+
+    def _show(self, followed: FollowedSearch) -> None:
+        """Show how far the search is, and what has ended attempts at trials since the last time."""
+        record = followed.record()
+        for cut in followed.new_deaths():
+            if cut.at_s >= self._began_s:  # in a search that goes on, others were told before
+                self._view.line(f"trial {cut.number}, attempt {cut.attempt}: {cut.reason}; it is tried again")
+        if record is not None:
             self._view.show(record)
 
     def _start(self, spec: WorkerSpec) -> None:

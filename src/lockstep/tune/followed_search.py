@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.tune.journal import JournalReader, SearchPlan, SearchRecord
+from lockstep.tune.records import AttemptCut
 from lockstep.tune.trial_history import TrialHistory
 
 
@@ -16,6 +17,7 @@ class FollowedSearch:
         self._directory = directory
         self._plan: SearchPlan | None = None
         self._reader, self._history = JournalReader(directory), TrialHistory()
+        self._deaths: list[AttemptCut] = []
 
     def record(self) -> SearchRecord | None:
         """The search as it is now; None before it has begun."""
@@ -24,8 +26,14 @@ class FollowedSearch:
         if self._plan is None:
             return None
         for entry in self._reader.read():
-            self._history.add(entry)
+            if self._history.add(entry) and isinstance(entry.record, AttemptCut) and entry.record.reason:
+                self._deaths.append(entry.record)
         return SearchRecord(self._plan.space, self._plan.settings, self._history.trials(), self._history.moves())
+
+    def new_deaths(self) -> list[AttemptCut]:
+        """What ended attempts whose ranks died or hung, of the records that `record` has read since the last call."""
+        found, self._deaths = self._deaths, []
+        return found
 
     def __enter__(self) -> Self:
         return self

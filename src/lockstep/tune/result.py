@@ -147,7 +147,7 @@ def load(run_dir: str | os.PathLike[str]) -> SearchResult:
     record = read_search(run_dir)
     space = Space.from_json(record.space)
     # From the points, since values that the script gave as tuples are lists in JSON.
-    if strange := [trial.number for trial in record.trials if len(trial.point) != len(space)]:
+    if strange := [trial.number for trial in record.trials if not space.has(trial.point)]:
         raise SettingError(f"trial {strange[0]} of {os.fspath(run_dir)} is none of the space in its {SEARCH_FILE}")
     trials = tuple(replace(trial, params=space.params(trial.point)) for trial in record.trials)
     return SearchResult(replace(record, trials=trials))

@@ -65,6 +65,13 @@ class Space:
     def __repr__(self) -> str:
         return f"Space({self._dimensions})"
 
+    def has(self, point: Point) -> bool:
+        """Whether ``point`` is one of this space, as far as `params` needs it."""
+        if len(point) != len(self):
+            return False
+        choices = ((gene.dimension, place) for gene, place in zip(self.genes, point, strict=True))
+        return all(0 <= place < one.cells for one, place in choices if isinstance(one, Choice))
+
     def params(self, point: Point) -> dict[str, Any]:
         """The parameters at ``point``: what the objective is called with, in the order in which they were given."""
         active = self.active(point)
