@@ -21,6 +21,7 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
@@ -161,7 +162,7 @@ class _Reader:
                 ast.For(target=target, iter=items, body=body, orelse=orelse)
                 | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)
             ):
-                read = self.expression(items)
+                read = self._items_of(items)
                 self._bind(target, read)
                 self._enter_loop(node, body, read)
                 self.block(orelse)
@@ -286,6 +287,13 @@ class _Reader:
             case _:
                 return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
+    def _items_of(self, node: ast.expr) -> list[Read]:
+        """What the items of a loop are computed from: of an object, what its `__iter__` returns."""
+        path = _path(node)
+        if path is None:
+            return self.expression(node)
+        return [Call((Path(path.root, (*path.attributes, ITEMS)),), (), (), False, node.lineno)]
+
     def _child(self, node: ast.AST) -> list[Read]:
         if isinstance(node, ast.expr):
             return self.expression(node)
@@ -294,7 +302,7 @@ class _Reader:
     def _parts(self, parts: Sequence[ast.comprehension]) -> list[Read]:
         read: list[Read] = []
         for part in parts:
-            items = self.expression(part.iter)
+            items = self._items_of(part.iter)
             self._bind(part.target, items)
             read += items
             for test in part.ifs:

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -30,7 +33,7 @@ from lockstep.heartbeat import is_users
 from lockstep.run.kept import PlainValue
 from lockstep.run.reachable import script_frames, variables_of
 from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
-from lockstep.run.source_reads import Call, Path, Read, Reads, reads_of
+from lockstep.run.source_reads import ITEMS, Call, Path, Read, Reads, reads_of
 from lockstep.run.state import State
 
 _DEEPEST: Final = 12  # calls within calls
@@ -158,6 +161,8 @@ class _Callee(NamedTuple):
 
 
 _OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
+#: What is made of what its methods are given; a log or a progress bar is not.
+_FILLED: Final = (list, dict, set, deque, torch.Tensor, np.ndarray)
 _STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
 
 
@@ -196,6 +201,8 @@ class _Follower:
             if use.read is not None:
                 found += self._given_by(context, use.read, where, conditions)
             elif use.target is not None and id(context.value_of(use.target)) in self.trained:
+                if use.target.root in context.arguments and _is(context.value_of(use.target), nn.Module):
+                    continue  # what a module notes by itself matters where its forward pass reads it
                 what = f"what is written into {use.target.text}"
                 found.append(Given("write", what, where, (*use.value, *conditions)))
         return found
@@ -262,7 +269,7 @@ class _Follower:
         if self._is_set_here(context, path.root):
             followed += context.reads.set_from.get(path.root, ())
             root = context.value_of(Path(path.root))
-            if path.root not in context.arguments and not (_is(root, *_STATELESS) or _is_ours(root)):
+            if path.root not in context.arguments and (root is NOTHING or _is(root, *_FILLED)):
                 followed += context.reads.filled_from.get(path.root, ())
         for end in range(1, len(path.attributes) + 1):
             followed += context.reads.set_from.get(Path(path.root, path.attributes[:end]).text, ())
@@ -305,6 +312,8 @@ class _Follower:
         owner = context.value_of(path.owner) if path.attributes else NOTHING
         if _is_run(owner):
             return []  # what it returns is the same on all ranks, or is checked elsewhere
+        if path.attributes[-1:] == (ITEMS,):
+            return self._of_items(context, path, owner, call, given)
         if path.text == "len" and any(self._is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
         followed: list[Read] = []
@@ -317,6 +326,22 @@ class _Follower:
         # Of a method that cannot be read, the object; of a function, itself; and what they are given.
         receiver = path.owner if path.attributes else path
         return [*followed, *every, *([] if _is(value, nn.Module, type) else [receiver])]
+
+    def _of_items(self, context: _Context, path: Path, owner: object, call: Call, given: Given) -> list[Read]:
+        """What a loop over an object gets: of one of the script's classes, what its methods return.
+
+        Of a package's, such as a progress bar, nothing: it hands on what it was given, and counts for itself.
+        """
+        followed: list[Read] = []
+        if isinstance(owner, GeneratorType) and owner.gi_running:
+            return []  # in which the loop of `Run.train` is: its own variables are looked at
+        if owner is NOTHING or _is(owner, *_FILLED, tuple, GeneratorType):
+            return [path.owner]
+        for name in (ITEMS, "__next__"):
+            method = call._replace(function=(Path(path.root, (*path.attributes[:-1], name)),))
+            for callee in self._callees(context, method):
+                self._take_returned(context, method, callee, given, followed)
+        return followed
 
     def _is_pass(self, context: _Context, read: Read) -> bool:
         if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
