@@ -30,7 +30,7 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
         say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")
     for use in inputs.ranks:
         given = use.given
-        if use.on == LENGTH or (use.on == "run.world_size" and given.kind in ("registered", "write")):
+        if use.on == LENGTH or (use.on != "run.rank" and given.kind in ("registered", "write")):
             raise UsageError(
                 f"{given.where}: {given.what} is computed from {use.on}, so the result would depend on the number of "
                 f"ranks. {_WAYS.get(use.on, _SCALED)}"

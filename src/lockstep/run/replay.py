@@ -329,6 +329,7 @@ class Replays:
                     first_difference(*notes)
                     or first.play.other_generator(play)
                     or changed_by(first.play.after, play.before, play.after)
+                    or (self._inputs.carried if self._inputs is not None else "")
                 )
                 if difference:
                     place = place_of(position.index, position.of, step)

@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
+_GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
@@ -63,6 +64,7 @@ class Call(NamedTuple):
 
 
 Read = Path | Call
+WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
 class Use(NamedTuple):
@@ -84,6 +86,15 @@ class Loop(NamedTuple):
     fresh: frozenset[str]  #: variables that each turn sets anew, before it reads them
 
 
+class Change(NamedTuple):
+    """A variable or an attribute gets another value, or a list another item."""
+
+    name: str
+    value: tuple[Read, ...]  #: what that is computed from
+    conditions: tuple[Read, ...]
+    line: int
+
+
 @dataclass
 class Reads:
     """Of one function, or of a module's own lines."""
@@ -95,12 +106,13 @@ class Reads:
     uses: list[Use] = field(default_factory=list)
     exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
     loops: list[Loop] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
 
-    def fresh_at(self, line: int) -> frozenset[str]:
-        """The variables that each turn of the innermost loop around a ``line`` sets before it reads them."""
+    def loop_at(self, line: int) -> Loop:
+        """The innermost loop around a ``line``."""
         around = [loop for loop in self.loops if loop.first <= line <= loop.last]
-        return min(around, key=lambda loop: loop.last - loop.first).fresh if around else frozenset()
+        return min(around, key=lambda loop: loop.last - loop.first, default=Loop(0, -1, frozenset()))
 
 
 @functools.lru_cache(maxsize=512)
@@ -213,7 +225,7 @@ class _Reader:
     def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
         before, self._loop = self._loop, len(self.reads.exits)
         self.reads.exits.append([])
-        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, frozenset(_fresh(node))))
+        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, _fresh(node)))
         self._under(read, body)
         self._loop = before
 
@@ -233,6 +245,7 @@ class _Reader:
         match target:
             case ast.Name(id=name):
                 self._set(name, read)
+                self.reads.changes.append(Change(name, tuple(read), self._conditions, target.lineno))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one in targets:
                     self._bind(one, read)
@@ -241,6 +254,7 @@ class _Reader:
             case ast.Attribute(value=owner):
                 if (path := _path(target)) is not None:
                     self._set(path.text, read)
+                    self.reads.changes.append(Change(path.text, tuple(read), self._conditions, target.lineno))
                 self._write(owner, read, target.lineno)
             case ast.Subscript(value=owner, slice=place):
                 read = [*read, *self.expression(place)]
@@ -264,6 +278,8 @@ class _Reader:
         match node:
             case ast.Name(id=name):
                 return [Path(name)]
+            case ast.Constant(value="WORLD_SIZE"):
+                return [WORLD_SIZE]
             case ast.Attribute(value=owner):
                 path = _path(node)
                 return [path] if path is not None else self.expression(owner)
@@ -321,6 +337,9 @@ class _Reader:
         match node.func:
             case ast.Attribute(value=ast.Name(id=name)) if call.arguments or call.keywords:
                 self.reads.filled_from.setdefault(name, []).extend((*call.every, *self._conditions))
+                if node.func.attr in _GROWS:
+                    value = (Path(name), *call.every)
+                    self.reads.changes.append(Change(name, value, self._conditions, node.lineno))
         return call
 
 
@@ -340,24 +359,71 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
             yield from _within(child)
 
 
-def _fresh(node: ast.For | ast.AsyncFor | ast.While) -> set[str]:
-    seen: set[str] = set()
-    fresh: set[str] = set()
-    if isinstance(node, ast.For | ast.AsyncFor):
-        fresh |= {name.id for name in ast.walk(node.target) if isinstance(name, ast.Name)}
-    for statement in _straight(node.body):
-        names = [name for name in ast.walk(statement) if isinstance(name, ast.Name)]
-        if isinstance(statement, ast.Assign):
-            read = {name.id for name in names if not isinstance(name.ctx, ast.Store)}
-            fresh |= {name.id for name in names if isinstance(name.ctx, ast.Store)} - read - seen
-        seen |= {name.id for name in names}
-    return fresh
+def _fresh(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
+    targets = _stored([node.target]) if not isinstance(node, ast.While) else set()
+    exposed, _ = _exposed(node.body, targets)
+    return frozenset((_stored(node.body) | targets) - exposed)
 
 
-def _straight(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements that each turn goes through, also those in `with`."""
-    for statement in statements:
-        if isinstance(statement, ast.With | ast.AsyncWith):
-            yield from _straight(statement.body)
-        else:
-            yield statement
+def _stored(nodes: Iterable[ast.AST]) -> set[str]:
+    names = (name for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
+    names = (name for node in nodes if node is not None for name in ast.walk(node) if isinstance(name, ast.Name))
+    return {name.id for name in names if not isinstance(name.ctx, ast.Store)}
+
+
+def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str], set[str] | None]:
+    """The variables that statements read before they set them, and those that are set after them.
+
+    Args:
+        statements: in their order.
+        given: variables that are set before.
+
+    Returns:
+        Both; None for the second where the statements are always left by `continue` or the like.
+    """
+    exposed: set[str] = set()
+    done = set(given)
+    for node in statements:
+        blocks: list[Sequence[ast.stmt]] = []  # of which one is gone through
+        match node:
+            case ast.Assign(value=value) | ast.AnnAssign(value=value):
+                exposed |= _loaded([node]) - done
+                done |= _stored([node]) if value is not None else set()
+            case ast.AugAssign(target=target):
+                exposed |= (_loaded([node]) | _stored([target])) - done
+                done |= _stored([target])
+            case ast.If(test=test, body=body, orelse=orelse):
+                exposed |= _loaded([test]) - done
+                blocks = [body, orelse]
+            case ast.Match(subject=subject, cases=cases):
+                exposed |= _loaded([subject]) - done
+                blocks = [*(case.body for case in cases), []]
+            case ast.For(target=target, iter=items) | ast.AsyncFor(target=target, iter=items):
+                exposed |= _loaded([items]) - done
+                exposed |= _exposed(node.body, done | _stored([target]))[0] | _exposed(node.orelse, done)[0]
+            case ast.While(test=test, body=body, orelse=orelse):
+                exposed |= (_loaded([test]) - done) | _exposed(body, done)[0] | _exposed(orelse, done)[0]
+            case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
+                exposed |= _loaded(one.context_expr for one in managers) - done
+                done |= _stored(one.optional_vars for one in managers if one.optional_vars is not None)
+                inner, after = _exposed(body, done)
+                exposed, done = exposed | inner, done | (after or set())
+            case ast.Try() | ast.TryStar():
+                blocks = [[*node.body, *node.orelse], *(handler.body for handler in node.handlers)]
+            case ast.Break() | ast.Continue() | ast.Return() | ast.Raise():
+                return exposed | (_loaded([node]) - done), None
+            case _:
+                exposed |= _loaded([node]) - done
+                done |= _stored([node])
+        ways = [_exposed(block, done) for block in blocks]
+        exposed |= {name for inner, _ in ways for name in inner}
+        ends = [after for _, after in ways if after is not None]
+        if ends:
+            done = set.intersection(*ends)
+        if isinstance(node, ast.Try | ast.TryStar):
+            exposed |= _exposed(node.finalbody, done)[0]
+    return exposed, done

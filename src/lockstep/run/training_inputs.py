@@ -18,7 +18,7 @@ from __future__ import annotations
 import builtins
 import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from types import CellType, CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -33,7 +33,7 @@ from lockstep.heartbeat import is_users
 from lockstep.run.kept import PlainValue
 from lockstep.run.reachable import script_frames, variables_of
 from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
-from lockstep.run.source_reads import ITEMS, Call, Path, Read, Reads, reads_of
+from lockstep.run.source_reads import ITEMS, WORLD_SIZE, Call, Path, Read, Reads, reads_of
 from lockstep.run.state import State
 
 _DEEPEST: Final = 12  # calls within calls
@@ -72,6 +72,7 @@ class TrainingInputs:
     #: Of each, what is computed from it.
     ranks: list[RankUse] = field(default_factory=list)
     skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
+    carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read
 
     def held(self) -> Held:
@@ -88,12 +89,16 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     follower = _Follower(state)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     follower.found.skip |= {*follower.trained, *map(id, kept)}
+    is_body = True
     try:
         for script in script_frames(frame):
             reads = reads_of(script.f_code)
             context = _Context(script.f_code, reads or Reads(), script.f_globals, frame=script)
             for given in follower.given(context):
                 follower.take(context, given)
+            if is_body:
+                follower.find_carried(context)
+            is_body = bool(script.f_code.co_flags & _GENERATOR)  # which stands between the loop and its micro-batches
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=f"{type(error).__name__}: {error}")
     return follower.found
@@ -129,7 +134,7 @@ class _Context:
 
     @functools.cached_property
     def fresh(self) -> frozenset[str]:
-        return frozenset() if self.frame is None else self.reads.fresh_at(self.frame.f_lineno)
+        return frozenset() if self.frame is None else self.reads.loop_at(self.frame.f_lineno).fresh
 
     def value_of(self, path: Path) -> object:
         """What a path leads to, as far as that is known without running anything."""
@@ -160,6 +165,7 @@ class _Callee(NamedTuple):
     bound: _Argument | None  #: its first argument, of a method
 
 
+_GENERATOR: Final = 32  # `inspect.CO_GENERATOR`
 _OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
 #: What is made of what its methods are given; a log or a progress bar is not.
 _FILLED: Final = (list, dict, set, deque, torch.Tensor, np.ndarray)
@@ -266,6 +272,8 @@ class _Follower:
     def _of_path(self, context: _Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
         """Note the place of a path; returns what else is to be followed in the same function."""
         followed: list[Read] = []
+        if path == WORLD_SIZE:
+            self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
         if self._is_set_here(context, path.root):
             followed += context.reads.set_from.get(path.root, ())
             root = context.value_of(Path(path.root))
@@ -314,6 +322,8 @@ class _Follower:
             return []  # what it returns is the same on all ranks, or is checked elsewhere
         if path.attributes[-1:] == (ITEMS,):
             return self._of_items(context, path, owner, call, given)
+        if path.attributes[-1:] == ("get_world_size",):
+            self.found.ranks.append(RankUse(given, f"{path.text}()"))
         if path.text == "len" and any(self._is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
         followed: list[Read] = []
@@ -337,16 +347,64 @@ class _Follower:
             return []  # in which the loop of `Run.train` is: its own variables are looked at
         if owner is NOTHING or _is(owner, *_FILLED, tuple, GeneratorType):
             return [path.owner]
-        for name in (ITEMS, "__next__"):
+        for name in ("__next__", ITEMS):  # the second one returns the object itself where there is the first
             method = call._replace(function=(Path(path.root, (*path.attributes[:-1], name)),))
-            for callee in self._callees(context, method):
-                self._take_returned(context, method, callee, given, followed)
+            if callees := self._callees(context, method):
+                for callee in callees:
+                    self._take_returned(context, method, callee, given, followed)
+                break
         return followed
 
     def _is_pass(self, context: _Context, read: Read) -> bool:
         if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
             return False
         return path.attributes[-1:] == ("train",) and _is_run(context.value_of(path.owner))
+
+    # ---- what bodies change --------------------------------------------------------------------------------------
+
+    def find_carried(self, context: _Context) -> None:
+        """Note a variable of the places found that each body, or some bodies, make from what it was before.
+
+        Not where it is changed once a step, as `Run.step` says; nor where it is made when it is needed first.
+        """
+        assert context.frame is not None
+        loop = context.reads.loop_at(context.frame.f_lineno)
+        whats = {place.text: what for place, what in self.found.places.values()}
+        changes = [change for change in context.reads.changes if loop.first < change.line <= loop.last]
+        exits = tuple(read for each in context.reads.exits for read in each)
+        for change in changes:
+            name = change.name
+            if name not in whats or name in loop.fresh or self._asks_step(context, (*change.conditions, *exits)):
+                continue
+            here = _path_of(name)
+            is_made_of_itself = all(here in other.value for other in changes if other.name == name)
+            of_body = (
+                isinstance(read, Path) and not read.attributes and read.root in loop.fresh for read in change.value
+            )
+            is_variable = not here.attributes and here not in change.conditions
+            if is_made_of_itself or (is_variable and any(of_body)):
+                self.found.carried = (
+                    f"{name}, which {whats[name]} is computed from, is changed in line {change.line} from what it was"
+                )
+                return
+
+    def _asks_step(self, context: _Context, reads: Iterable[Read]) -> bool:
+        """Whether the value of `Run.step` is among what these are computed from."""
+        seen: set[Read] = set()
+        waiting = list(reads)
+        while waiting:
+            read = waiting.pop()
+            if read in seen:
+                continue
+            seen.add(read)
+            if isinstance(read, Path):
+                waiting += context.reads.set_from.get(read.root, ())
+                continue
+            path = read.function[0] if len(read.function) == 1 else None
+            if isinstance(path, Path) and path.attributes[-1:] in (("step",), ("update",)):
+                return True
+            waiting += read.every
+        return False
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
@@ -461,6 +519,11 @@ def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[
         value = context.value_of(part[0]) if is_path and isinstance(part[0], Path) else NOTHING
         bound[name] = _Argument(part, value)
     return bound
+
+
+def _path_of(text: str) -> Path:
+    root, *attributes = text.split(".")
+    return Path(root, tuple(attributes))
 
 
 def _is(value: object, *kinds: type) -> bool:
