@@ -29,6 +29,7 @@ from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
+from lockstep.cli.verify import COMMANDS as VERIFY_COMMANDS
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -442,6 +443,7 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         *TOP_COMMANDS,
+        *VERIFY_COMMANDS,
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,
         *TUNE_COMMANDS,

@@ -15,8 +15,9 @@ from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.program_sources import unread_options
+from lockstep.launch.program import asks_for_help, check_program, show_help, source_file
+from lockstep.launch.program_sources import mentions_lockstep, own_files, unread_options
+from lockstep.launch.quiet_run import QuietEnd, QuietRun
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -32,6 +33,7 @@ from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, job_script
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.workers.fork_server import import_torch
+from lockstep.launch.workers.rank_process import entry_point
 from lockstep.launch_contract import STOP_SIGNALS
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "Machine",
     "Module",
     "Nodes",
+    "QuietEnd",
+    "QuietRun",
     "RankExit",
     "Request",
     "Script",
@@ -54,6 +58,7 @@ __all__ = [
     "asks_for_help",
     "check_program",
     "die_with_parent",
+    "entry_point",
     "failure_line",
     "first_failure",
     "how_it_ended",
@@ -62,10 +67,13 @@ __all__ = [
     "job_script",
     "kind_options",
     "launch",
+    "mentions_lockstep",
     "name_process",
     "next_generation",
+    "own_files",
     "ranks_of",
     "show_help",
+    "source_file",
     "start",
     "unread_options",
     "versions",

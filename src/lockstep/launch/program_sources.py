@@ -31,14 +31,14 @@ def source_hashes(program: Program) -> Mapping[str, str]:
     # Late: it loads a library of some megabytes, which launchers of one machine do without.
     import hashlib
 
-    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in _own_files(program, _MOST_FILES)}
+    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in own_files(program, _MOST_FILES)}
 
 
 def mentions_lockstep(program: Program) -> bool:
     """Whether the ranks of ``program`` probably use `Run`: a file of its own mentions Lockstep, or it is a function."""
     if isinstance(program, Function):
         return True
-    return any(b"lockstep" in content for _, content in _own_files(program, _MOST_SEARCHED))
+    return any(b"lockstep" in content for _, content in own_files(program))
 
 
 def unread_options(program: Program, known: Collection[str]) -> list[str]:
@@ -48,13 +48,13 @@ def unread_options(program: Program, known: Collection[str]) -> list[str]:
     """
     given = [] if isinstance(program, Function) else [each.partition("=")[0] for each in program.args]
     options = [each for each in dict.fromkeys(given) if each.startswith("--") and each in known]
-    text = b"\n".join(content for _, content in _own_files(program, _MOST_SEARCHED)) if options else b""
+    text = b"\n".join(content for _, content in own_files(program)) if options else b""
     if not text or _PARSES_BY_ITSELF.search(text):
         return []
     return [each for each in options if not re.search(each[2:].replace("-", "[-_]").encode(), text)]
 
 
-def _own_files(program: Program, most: int) -> Iterator[tuple[str, bytes]]:
+def own_files(program: Program, most: int = _MOST_SEARCHED) -> Iterator[tuple[str, bytes]]:
     """Path from the program's directory, and content, of its source and of what that imports, the nearest first."""
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):

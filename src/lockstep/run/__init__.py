@@ -40,6 +40,7 @@ whole_models         models out of a run, wherever their parts lie
 progress_reporter    where the run is, for the user and for the launcher; rank_warnings: what single ranks have to say
 
 measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes
+transcript_writer    what a run writes down to be compared with others
 
 loop_checks          what the loop's body must not do; left_out_samples: micro-batches that have lost some
 outside_forward      methods of a model that do not train, named
@@ -51,6 +52,7 @@ identity             what the bits depend on, compared between ranks and at a re
 """
 
 from lockstep.run.metrics import MetricMeans
+from lockstep.run.replay import Play
 from lockstep.run.run import Run
 
-__all__ = ["MetricMeans", "Run"]
+__all__ = ["MetricMeans", "Play", "Run"]

@@ -225,11 +225,13 @@ class Replays:
     Args:
         group: all ranks.
         state: what the run holds.
+        notes_all: whether each micro-batch has a play, also one that is not compared here.
     """
 
-    def __init__(self, group: Group, state: State) -> None:
+    def __init__(self, group: Group, state: State, *, notes_all: bool = False) -> None:
         self._group: Final = group
         self._state: Final = state
+        self._notes_all: Final = notes_all
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: _Played | None = None  # what came first, of this rank's own
         self._other: _Played | None = None  # of another rank's
@@ -237,8 +239,8 @@ class Replays:
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
-        is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
-        self.play = Play(_generators(self._state.models)) if is_compared else None
+        is_noted = _is_compared(position) or (self._notes_all and not position.is_padding)
+        self.play = Play(_generators(self._state.models)) if is_noted else None
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
@@ -277,8 +279,10 @@ class Replays:
                 for name, buffer in model.named_buffers():
                     self.play.note(f"the buffer {name}", buffer)
 
-    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> None:
+    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> Play | None:
         """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
+
+        Returns the play of the micro-batch, if it has one.
 
         Args:
             position: of the micro-batch.
@@ -291,6 +295,7 @@ class Replays:
         play, self.play = self.play, None
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
+        if play is not None and _is_compared(position):
             play.end_body()
             played = _Played(step, position.index, position.of, play)
             if position.is_other_ranks:
@@ -303,6 +308,7 @@ class Replays:
                 if difference := _first_difference(*notes) or first.play.other_generator(play):
                     place = _place(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
+        return play
 
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
@@ -372,6 +378,10 @@ class _Played(NamedTuple):
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
         values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
         return _Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
+
+
+def _is_compared(position: MicroBatchPosition) -> bool:
+    return position.check >= StepCheck.REPLAYED and not position.is_padding
 
 
 def _generators(models: Sequence[nn.Module]) -> dict[str, object]:

@@ -351,6 +351,8 @@ class TrainingLoop:
         replays = self._train_step.replays
         self._metrics.compares = None if replays.play is None else replays.play.note
         if replays.play is not None:
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.note_samples(replays.play, position, data)
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.formatting import duration
-from lockstep.launch import Module, Script, first_failure
+from lockstep.launch import Module, QuietRun, Script
 from lockstep.launch_contract import EXIT_KILLED, EXIT_OK, MEASURE
 from lockstep.step_record import MeasureRequest, RankRecord
 
 #: In the words of CUDA's allocator, of the CPU's and of Python.
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory")
-_LAST_LINES = 3  # of the launcher, where no rank has said why it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,54 +68,23 @@ def measure(run: MeasuredRun) -> Records | FailedRun:
             sum_budget_s=run.sum_budget_s,
         )
         before = _children_cpu_s()
-        with subprocess.Popen(
-            _command(run, run_dir),
-            env=_environment(request),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as launcher:
-            try:
-                _, said = launcher.communicate(timeout=run.time_limit_s)
-            except BaseException as error:
-                # Not killed: it has ranks to end.
-                launcher.terminate()
-                launcher.communicate()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    return FailedRun(f"not done after {duration(run.time_limit_s)}")
-                raise
-        if launcher.returncode != EXIT_OK:
-            return _failure(run_dir, launcher.returncode, said)
+        end = QuietRun(
+            run.program,
+            run_dir,
+            run.ranks,
+            settings=run.settings,
+            env={MEASURE: request.to_text()},
+            time_limit_s=run.time_limit_s,
+        ).carry_out()
+        if end.code != EXIT_OK:
+            text = end.cause if end.failure is None else f"{end.failure.kind}: {end.failure.message}"
+            is_killed = end.failure is None and end.code == EXIT_KILLED
+            return FailedRun(end.cause, is_killed or _OUT_OF_MEMORY.search(text) is not None)
         found = tuple(RankRecord.read(path) for path in sorted(records.glob("rank-*.json")))
         if not found or not all(record.steps for record in found):
             return FailedRun("no step was measured: the script trains in no loop over run.train(...)")
         traces = tuple(path.read_bytes() for path in sorted((run_dir / "profile").glob("*.json.gz"), key=_rank_of))
         return Records(found, traces, _children_cpu_s() - before)
-
-
-def _command(run: MeasuredRun, run_dir: Path) -> list[str]:
-    settings = {"track": "none", "save_every": "none", **run.settings}
-    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    module = ["-m"] if isinstance(run.program, Module) else []
-    ranks = ["--standalone", "--nproc-per-node", str(run.ranks), "--run-dir", str(run_dir)]
-    return [sys.executable, "-m", "lockstep", "run", *ranks, *words, *module, run.program.name, *run.program.args]
-
-
-def _environment(request: MeasureRequest) -> dict[str, str]:
-    return {**os.environ, MEASURE: request.to_text(), "LOCKSTEP_VIEW": "silent"}
-
-
-def _failure(run_dir: Path, code: int, said: str) -> FailedRun:
-    failure = first_failure(run_dir)
-    if failure is not None:
-        first_line = failure.message.partition("\n")[0]
-        cause = f"rank {failure.rank}: {failure.kind.rpartition('.')[2]}: {first_line}"
-        return FailedRun(cause, _OUT_OF_MEMORY.search(f"{failure.kind}: {failure.message}") is not None)
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    cause = " ".join(lines[-_LAST_LINES:]).removeprefix("lockstep run: ") or f"exit code {code}"
-    return FailedRun(cause, code == EXIT_KILLED or _OUT_OF_MEMORY.search(cause) is not None)
 
 
 def _children_cpu_s() -> float:

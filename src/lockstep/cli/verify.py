@@ -1,0 +1,70 @@
+"""``lockstep verify``: does a script give the same bits however it is run?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.setting_options import read_set
+from lockstep.errors import SettingError
+from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
+from lockstep.settings import Settings, parse
+from lockstep.strategy_words import split
+
+
+def verify_options() -> Parser:
+    """The options of ``lockstep verify``."""
+    parser = ScriptParser(
+        prog="lockstep verify",
+        usage="lockstep verify script.py [options] [-- script options]",
+        description="Run a few steps of an unchanged script in several ways, and compare all that it does, bit for "
+        "bit: once more, on 1, 2 and 3 ranks, with other loader processes, killed and resumed, with another clock, "
+        "host name, directory and hash seed. What differs is named, with the line that is likely to blame.",
+        allow_abbrev=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        epilog="Exit codes: 0 all equal, 1 something differs or the script fails as it is, 2 usage.",
+    )
+    several: dict[str, Any] = {"nargs": "+", "metavar": "X"}
+    parser.add_argument("--time", type=float, default=120.0, metavar="SECONDS", help="for all of it (default: 120)")
+    parser.add_argument("--strategies", default=[], help="that must give the same, such as ddp zero fsdp", **several)
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the script's run")
+    parser.add_argument("--out", default="verify.json", metavar="FILE", help="what was found (default: verify.json)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("-m", "--module", metavar="NAME", help="a module instead of a script, as in python -m")
+    return parser
+
+
+def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Module, Script
+    from lockstep.verify import VerifyPlan, report, verify
+
+    if (parsed.script is None) == (parsed.module is None):
+        raise SettingError("give a script: lockstep verify train.py, or -m NAME for a module")
+    if not parsed.time > 0:
+        raise SettingError(f"--time {parsed.time:g}: give seconds above 0")
+    out = Path(parsed.out)
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        raise SettingError(f"--out {parsed.out}: give the name of a file in a directory that is there")
+    settings = read_set(parsed.set)
+    Settings(**{name: parse(name, value) for name, value in settings.items()})
+    for strategy in parsed.strategies:
+        split(strategy)
+    kind = Script if parsed.module is None else Module
+    program = kind(parsed.script or parsed.module, tuple(parsed.args))
+    result = verify(VerifyPlan(program, tuple(parsed.strategies), settings, parsed.time), _say)
+    result.write(out)
+    print(result.to_json() if parsed.json else "\n".join(report(result)))
+    return EXIT_OK if result.is_equal else EXIT_FAILED
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+#: The command of this file.
+COMMANDS = (Command("verify", "is a script the same however it is run? what differs, and where", verify_options, _verify),)

@@ -1,0 +1,278 @@
+"""The script is run in all ways, each is compared with the first one, and what differs is looked at once more.
+
+    as it is ║ the same again        side by side; how many steps fit the time
+    all other ways                   as many side by side as there are CPUs; one that varies several things at once and
+                                     differs is taken apart
+    a second pass of what differs    with hooks on modules, and the variables of the script
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Final
+
+from lockstep.errors import LaunchError
+from lockstep.formatting import duration, plural
+from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, own_files
+from lockstep.launch_contract import EXIT_OK
+from lockstep.strategies import import_strategy
+from lockstep.transcript import MICRO_BATCH, STATE, Transcript, TranscriptRequest
+from lockstep.verify.conversion import to_change
+from lockstep.verify.difference import Difference, described, first_difference, other_variables
+from lockstep.verify.reason import Evidence, Reason, reason_of
+from lockstep.verify.result import VerifyResult, WayResult
+from lockstep.verify.script_source import ScriptSource
+from lockstep.verify.side_by_side import side_by_side
+from lockstep.verify.way import RunPlan, Way, first_ways, other_ways
+from lockstep.verify.written_run import Subject, WrittenRun, carry_out
+
+_MOST_STEPS: Final = 24
+_LEAST_STEPS: Final = 6  # two passes, and a step behind a kill
+_PASS_STEPS: Final = 4
+_OF_STEPS: Final = 0.06  # of the time, for the steps of the first run
+_KEPT: Final = 0.3  # of the time, for second passes
+_SECOND_PASSES: Final = 3
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyPlan:
+    """What is to be verified."""
+
+    program: Script | Module
+    strategies: tuple[str, ...] = ()  #: that are to give the same bits as the script's own
+    settings: Mapping[str, str] = field(default_factory=dict)  #: for `Run`, over those of the script
+    time_s: float = 120.0  #: that all of it may take, about
+    time_limit_s: float = 900.0  #: of each run
+
+
+def verify(plan: VerifyPlan, say: Say = lambda _: None) -> VerifyResult:
+    """Run the script in several ways and compare all that it does, step by step.
+
+    Nothing of the runs is left on disk but what the script itself writes; no tracker is told.
+
+    Args:
+        plan: what is verified.
+        say: is told what goes on, in lines.
+
+    Raises:
+        SettingError: if there is no such script, or a strategy does not exist.
+        LaunchError: if the script fails as it is, or trains no step.
+    """
+    check_program(plan.program)
+    import_torch()
+    import_strategy("ddp")
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as place:
+        return _Verification(plan, say, Path(place)).result()
+
+
+class _Verification:
+    def __init__(self, plan: VerifyPlan, say: Say, place: Path) -> None:
+        self._plan: Final = plan
+        self._say: Final = say
+        self._place: Final = place
+        self._began_s: Final = time.monotonic()
+        self._numbers: Final = count()
+        self._machine: Final = Machine.detect(os.environ)
+        self._uses_run: Final = mentions_lockstep(plan.program)
+        self._subject: Final = Subject(plan.program, not self._uses_run, plan.settings, plan.time_limit_s)
+        self._source: Final = ScriptSource.of(plan.program)
+        self._side_by_side: Final = 1 if self._machine.gpus else max(1, self._machine.cpus // 2)
+        self._request = TranscriptRequest(
+            directory="",
+            steps=_MOST_STEPS,
+            pass_steps=_PASS_STEPS,
+            budget_s=_OF_STEPS * plan.time_s,
+            least_steps=_LEAST_STEPS,
+        )
+        self._second_passes = 0
+        self._details: Final[dict[int, WrittenRun]] = {}
+
+    def result(self) -> VerifyResult:
+        """All of it."""
+        as_it_is, again = first_ways()
+        reference, repeated = self._all([as_it_is, again])
+        if reference.end.code != EXIT_OK:
+            where = f" ({reference.failure.file}:{reference.failure.line})" if reference.failure else ""
+            raise LaunchError(f"{self._plan.program.name} fails as it is: {reference.end.cause}{where}")
+        transcript = reference.transcript
+        if transcript.steps < 2:
+            raise LaunchError(
+                f"{self._plan.program.name} trained {plural(transcript.steps, 'step')}: "
+                + ("give one that trains two" if self._uses_run else "no optimizer of torch's has stepped twice")
+            )
+        self._request = replace(self._request, budget_s=1e9, steps=transcript.steps)
+        results = [self._compared(again, reference, repeated)]
+        plan = RunPlan(int(transcript.plan.get("micro_batches", ("1", "1"))[0]), self._request.steps, _PASS_STEPS)
+        ways = other_ways(plan, self._plan.strategies, on_gpus=self._machine.gpus)
+        if not self._uses_run:
+            ways = [way for way in ways if way.varies == "surroundings"]
+        if results[0].status == "differs":
+            why = "it is not even the same when it is run again"
+            results += [WayResult(str(way), "left out", reason=why) for way in ways]
+        else:
+            steps = self._steps_that_fit(reference, len(ways) + 2)
+            if steps < plan.steps:
+                ways = other_ways(replace(plan, steps=steps), self._plan.strategies, on_gpus=self._machine.gpus)
+                ways = ways if self._uses_run else [way for way in ways if way.varies == "surroundings"]
+            self._request = replace(self._request, steps=steps)
+            reference = replace(reference, transcript=_cut(transcript, steps))
+            for way, run in zip(ways, self._all(ways), strict=True):
+                results += self._taken_apart(way, reference, run)
+        if plan.micro_batches == 1 and self._uses_run:
+            text = "a step has one micro-batch, so it cannot be divided: give a smaller micro_batch"
+            results.append(WayResult("2 ranks", "left out", reason=text))
+        digest = hashlib.sha256(b"\0".join(content for _, content in own_files(self._plan.program))).hexdigest()
+        return VerifyResult(
+            script=self._plan.program.name,
+            sha256=digest,
+            steps=self._request.steps,
+            took_s=round(time.monotonic() - self._began_s, 1),
+            uses_run=self._uses_run,
+            ways=tuple(results),
+            to_change=() if self._uses_run else to_change(self._source),
+        )
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    def _all(self, ways: Sequence[Way]) -> list[WrittenRun]:
+        """The runs of all ``ways``, several of them side by side."""
+        runs = side_by_side([partial(self._run, way, str(next(self._numbers))) for way in ways], self._side_by_side)
+        found: dict[int, WrittenRun] = {}
+        for number, run in runs:
+            found[number] = run
+            self._say_end(str(ways[number]), run)
+        return [found[number] for number in range(len(ways))]
+
+    def _run(self, way: Way, name: str, detail: int | None = None) -> WrittenRun:
+        request = self._request
+        if detail is not None:
+            steps = max(detail + 1, 0 if way.killed_after is None else way.killed_after + 2)
+            request = replace(request, detail=detail, steps=steps)
+        return carry_out(self._subject, way, request, self._place / name)
+
+    def _by_modules(self, way: Way, step: int) -> WrittenRun:
+        """Once more, with the outputs of modules and the variables of the script in one step."""
+        run = self._run(way, str(next(self._numbers)), step)
+        self._say_end(f"{way} once more, by modules", run)
+        return run
+
+    def _say_end(self, what: str, run: WrittenRun) -> None:
+        ended = "" if run.end.code == EXIT_OK else f", {run.end.cause}"
+        self._say(f"{what}: {plural(run.transcript.steps, 'step')}, {duration(run.took_s)}{ended}")
+
+    def _steps_that_fit(self, reference: WrittenRun, runs: int) -> int:
+        """How many steps the other ways may train, of those of the first run."""
+        left_s = (1 - _KEPT) * self._plan.time_s - (time.monotonic() - self._began_s)
+        steps = reference.transcript.steps
+        fits = int(left_s * self._side_by_side / max(1, runs) / reference.took_s * steps)
+        return min(steps, max(_LEAST_STEPS, fits))
+
+    # ---- comparing -----------------------------------------------------------------------------------------------
+
+    def _taken_apart(self, way: Way, reference: WrittenRun, run: WrittenRun) -> list[WayResult]:
+        """The result of a way; if it differs and varies several things, those of its parts that differ."""
+        whole = self._judged(way, reference, run)
+        if whole is None:
+            return [self._compared(way, reference, run)]
+        if not way.parts:
+            return [self._compared(way, reference, run)]
+        parts = [self._compared(part, reference, each) for part, each in zip(way.parts, self._all(way.parts), strict=True)]
+        if any(part.status == "differs" for part in parts):
+            return parts
+        return [self._compared(way, reference, run)]
+
+    def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
+        """The first difference, or why the run failed; None if all is equal."""
+        if run.end.code != EXIT_OK:
+            return run.end.cause or f"exit code {run.end.code}"
+        return first_difference(reference.transcript, run.transcript)
+
+    def _compared(self, way: Way, reference: WrittenRun, run: WrittenRun) -> WayResult:
+        found = self._judged(way, reference, run)
+        result = WayResult(str(way), "equal", run.transcript.steps, round(run.took_s, 1))
+        if found is None:
+            return result
+        if isinstance(found, str):
+            return self._failed(result, way, run, found)
+        if way.varies == "evaluation":
+            text = f"{found}: what is trained depends on what an evaluation measures, or does"
+            return replace(result, status="note", reason=text)
+        evidence = self._looked_at(Evidence(way, found, reads=(*reference.reads, *run.reads)))
+        reason: Reason = reason_of(evidence, self._source)
+        detail = evidence.detail
+        return replace(
+            result,
+            status="differs",
+            place=str(found.place),
+            what=str(found).partition(": ")[2] if not found.value + found.other else _with_values(found),
+            module=described(detail.what) if detail is not None and detail.what != found.what else "",
+            reason=reason.text,
+            file=reason.line.file if reason.line else "",
+            line=reason.line.number if reason.line else 0,
+            source=reason.line.text if reason.line else "",
+        )
+
+    def _failed(self, result: WayResult, way: Way, run: WrittenRun, cause: str) -> WayResult:
+        failure = run.failure
+        if way.varies == "evaluation" or "directory" in way.shifted[:1] * (len(way.shifted) == 1):
+            return replace(result, status="note", reason=f"it does not run so: {cause}")
+        if failure is None:
+            return replace(result, status="differs", place="at its end", what=cause, reason="the run failed")
+        line = self._source.line(failure.file, failure.line)
+        return replace(
+            result,
+            status="differs",
+            place=f"after step {run.transcript.steps}",
+            what=f"it fails: {failure.kind.rpartition('.')[2]}",
+            reason=failure.message,
+            file=line.file,
+            line=line.number,
+            source=line.text or failure.source,
+        )
+
+    def _looked_at(self, evidence: Evidence) -> Evidence:
+        """With a second pass of both runs, in which modules and variables of the step are written down."""
+        if self._second_passes >= _SECOND_PASSES or not self._uses_run:
+            return evidence
+        self._second_passes += 1
+        place = evidence.difference.place
+        step = place.step if place.kind == MICRO_BATCH else max(0, place.step - (place.kind == STATE))
+        if step not in self._details:
+            self._details[step] = self._by_modules(first_ways()[0], step)
+        first, other = self._details[step].transcript, self._by_modules(evidence.way, step).transcript
+        places = [place] if place.kind == MICRO_BATCH else sorted(first.variables.keys() & other.variables.keys())
+        variables: dict[str, tuple[str, str]] = {}
+        for each in places:
+            variables |= other_variables(first.variables.get(each, {}), other.variables.get(each, {}))
+        detail = first_difference(_only(first, step), _only(other, step))
+        return replace(evidence, detail=detail, variables=variables)
+
+
+def _with_values(found: Difference) -> str:
+    return str(found).removeprefix(f"{found.place}: ")
+
+
+def _only(transcript: Transcript, step: int) -> Transcript:
+    """The micro-batches of one step, and what follows."""
+    notes = {place: notes for place, notes in transcript.notes.items() if place.step >= step}
+    return Transcript(transcript.plan, notes, transcript.variables)
+
+
+def _cut(transcript: Transcript, steps: int) -> Transcript:
+    """The first ``steps`` of it."""
+    notes = {
+        place: notes
+        for place, notes in transcript.notes.items()
+        if place.step < steps or (place.step == steps and place.kind == STATE)
+    }
+    return Transcript(transcript.plan, notes, transcript.variables)
