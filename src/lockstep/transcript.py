@@ -1,6 +1,6 @@
 """What a run did, step by step, as checksums: what `run` writes on each rank, so that `verify` can compare two runs.
 
-    rank-0000.jsonl    plan | state after 0 steps | micro-batches 0, 1 of step 0 | state after 1 step | ...
+    rank-0000.jsonl    about | state after 0 steps | micro-batches 0, 1 of step 0 | state after 1 step | ...
     rank-0001.jsonl         | parts of that state | micro-batches 2, 3 of step 0 | ...
                        ──► one `Transcript`, by steps and micro-batches, in which no rank is named
 
@@ -22,12 +22,14 @@ STATE: Final = "state"  #: what a checkpoint would hold after so many steps; sum
 SAID: Final = "said"  #: what was measured and logged after so many steps, as the leader has it
 MICRO_BATCH: Final = "micro-batch"  #: what one was computed from, and what came of it
 VARIABLES: Final = "variables"  #: what the script held as a micro-batch was handed out
-PLAN: Final = "plan"  #: how steps are divided
+ABOUT: Final = "about"  #: of the run as a whole: how steps are divided, how it ended
+STOPPED: Final = "stopped"  #: the name under which a run says there that it ended since no more steps were asked for
+SECONDS: Final = "seconds"  #: ... and how long its steps took
 _ORDER: Final = (STATE, SAID, MICRO_BATCH)  #: in which they follow each other after the same number of steps
 _MASK: Final = (1 << 64) - 1
 
 Notes = Mapping[str, tuple[str, str]]
-"""By name, in the order in which they came: a mark, equal for equal bits, and the value as text where it is a number."""
+"""By name, in the order in which they came: a mark, equal for equal bits, and the value as text if it is a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,12 @@ class Place(NamedTuple):
 
     step: int  #: steps done before
     part: int  #: see `kind`
-    index: int = 0  #: of the micro-batch in its step
+    micro_batch: int = 0  #: its index in its step
 
     @classmethod
-    def of(cls, kind: str, step: int, index: int = 0) -> Self:
+    def of(cls, kind: str, step: int, micro_batch: int = 0) -> Self:
         """The place of notes of one ``kind``."""
-        return cls(step, _ORDER.index(kind), index)
+        return cls(step, _ORDER.index(kind), micro_batch)
 
     @property
     def kind(self) -> str:
@@ -77,7 +79,7 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         if self.kind == MICRO_BATCH:
-            return f"micro-batch {self.index} of step {self.step + 1}"
+            return f"micro-batch {self.micro_batch} of step {self.step + 1}"
         return f"after step {self.step}" if self.step else "before the first step"
 
 
@@ -90,7 +92,7 @@ def line_of(kind: str, step: int, index: int, notes: Notes) -> str:
 class Transcript:
     """What all ranks of a run wrote."""
 
-    plan: Notes = field(default_factory=dict)
+    about: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: dict[Place, dict[str, tuple[str, str]]] = field(default_factory=dict)
     variables: dict[Place, dict[str, tuple[str, str]]] = field(default_factory=dict)  #: by the micro-batch's place
 
@@ -113,8 +115,8 @@ class Transcript:
         return min((place.step for place in self.notes if place.kind == STATE), default=0)
 
     def _add(self, kind: str, step: int, index: int, notes: dict[str, tuple[str, str]]) -> None:
-        if kind == PLAN:
-            self.plan = self.plan or notes
+        if kind == ABOUT:
+            self.about |= notes
         elif kind == VARIABLES:
             self.variables.setdefault(Place.of(MICRO_BATCH, step, index), notes)
         else:

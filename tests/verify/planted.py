@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import dataclass, field
 
 #: Each name in braces is a place for more lines, most of them empty.
-SCRIPT = '''\
+SCRIPT = """\
 import datetime
 import glob
 import os
@@ -86,7 +86,7 @@ def main():
 
 if __name__ == "__main__":
     main()
-'''
+"""
 MARK = "# here"  #: on the line that is to be named
 
 
@@ -117,9 +117,11 @@ class Planted:
 
 
 RANKS, RESUME, AGAIN, LOADER = "rank", "kill -9", "again", "loader process"
+#: By words in the name of a way, what it varies; else surroundings.
+VARIES = {RANKS: "ranks", RESUME: "resume", AGAIN: "again", LOADER: "workers"}
 
 FAULTS: dict[str, Planted] = {
-    # ---- the same again: chance without a seed -----------------------------------------------------------------------
+    # ---- the same again: chance without a seed ----
     "generator_without_seed": Planted(
         AGAIN,
         "sample",
@@ -132,13 +134,12 @@ FAULTS: dict[str, Planted] = {
         AGAIN,
         "",
         {
-            "before": "generator = torch.Generator()\ngenerator.manual_seed(int.from_bytes(os.urandom(4), 'little'))  # here",
+            "before": "seed = int.from_bytes(os.urandom(4), 'little')  # here\n"
+            "generator = torch.Generator().manual_seed(seed)",
             "loss": "loss = loss + 0 * loss + 0.1 * torch.randn((), generator=generator) * loss",
         },
     ),
-    "seed_from_uuid": Planted(
-        AGAIN, "", {"run": "torch.manual_seed(uuid.uuid4().int % 2**31)  # here"}
-    ),
+    "seed_from_uuid": Planted(AGAIN, "", {"run": "torch.manual_seed(uuid.uuid4().int % 2**31)  # here"}),
     "seed_from_the_process": Planted(AGAIN, "", {"run": "torch.manual_seed(os.getpid())  # here"}),
     "order_of_addresses": Planted(
         AGAIN,
@@ -148,9 +149,11 @@ FAULTS: dict[str, Planted] = {
             "loss": "loss = loss + 0.01 * parts[0].flatten()[0] + 0.003 * parts[1].flatten()[0]",
         },
     ),
-    # ---- surroundings --------------------------------------------------------------------------------------------------
+    # ---- surroundings ----
     "weight_by_the_clock": Planted(
-        "clock", "loss", {"before": "year = time.time() // (86400 * 50)  # here", "loss": "loss = loss * (1 + year % 7)"}
+        "clock",
+        "loss",
+        {"before": "year = time.time() // (86400 * 50)  # here", "loss": "loss = loss * (1 + year % 7)"},
     ),
     "date_in_the_schedule": Planted(
         "clock",
@@ -162,9 +165,7 @@ FAULTS: dict[str, Planted] = {
         "how many steps",
         {"before": "began = time.monotonic()", "after": "if time.monotonic() - began > 100:  # here\n    break"},
     ),
-    "host_in_the_seed": Planted(
-        "host", "", {"run": "torch.manual_seed(sum(socket.gethostname().encode()))  # here"}
-    ),
+    "host_in_the_seed": Planted("host", "", {"run": "torch.manual_seed(sum(socket.gethostname().encode()))  # here"}),
     "order_of_a_directory": Planted(
         "order of directories",
         "",
@@ -184,9 +185,7 @@ FAULTS: dict[str, Planted] = {
     "path_in_the_seed": Planted(
         "working directory", "", {"run": "torch.manual_seed(sum(os.getcwd().encode()) % 1000)  # here"}
     ),
-    "hash_of_a_text": Planted(
-        "hash seed", "sample", {"getitem": "x = x + (hash(f'sample {index}') % 7)  # here"}
-    ),
+    "hash_of_a_text": Planted("hash seed", "sample", {"getitem": "x = x + (hash(f'sample {index}') % 7)  # here"}),
     "order_of_a_set": Planted(
         "hash seed",
         "loss",
@@ -204,7 +203,7 @@ FAULTS: dict[str, Planted] = {
     "local_time": Planted(
         "time zone", "", {"before": "hour = time.localtime(0).tm_hour  # here", "loss": "loss = loss * (1 + hour)"}
     ),
-    # ---- ranks -----------------------------------------------------------------------------------------------------------
+    # ---- ranks ----
     "counter_in_the_body": Planted(
         RANKS, "loss", {"before": "seen = 0", "body": "seen += 1  # here", "loss": "loss = loss * min(1, seen / 100)"}
     ),
@@ -232,7 +231,9 @@ FAULTS: dict[str, Planted] = {
         "sample",
         {"samples": "self.rng = np.random.default_rng(3)  # here", "getitem": "x = x + float(self.rng.normal())"},
     ),
-    "rank_in_the_seed": Planted(RANKS, "", {"before": "shift = 0.01 * run.rank  # here", "loss": "loss = loss * (1 + shift)"}),
+    "rank_in_the_seed": Planted(
+        RANKS, "", {"before": "shift = 0.01 * run.rank  # here", "loss": "loss = loss * (1 + shift)"}
+    ),
     "rate_by_ranks": Planted(
         RANKS, "lr", exchanged=(("lr=0.05, momentum=0.9))", "lr=0.05 * run.world_size, momentum=0.9))  # here"),)
     ),
@@ -250,7 +251,14 @@ FAULTS: dict[str, Planted] = {
         },
     ),
     "last_loss": Planted(
-        RANKS, "loss", {"before": "last = 1.0", "body": "scale = 1 / (1 + last)", "loss": "loss = loss * scale", "after": "last = loss.item()  # here"}
+        RANKS,
+        "loss",
+        {
+            "before": "last = 1.0",
+            "body": "scale = 1 / (1 + last)",
+            "loss": "loss = loss * scale",
+            "after": "last = loss.item()  # here",
+        },
     ),
     "running_mean_in_the_model": Planted(
         RANKS,
@@ -265,9 +273,7 @@ FAULTS: dict[str, Planted] = {
         "sample",
         {"samples": "self.cache = {}", "getitem": "x = self.cache.setdefault(index, x)  # here"},
     ),
-    "samples_changed_in_place": Planted(
-        RANKS, "sample", {"getitem": "self.x[index] *= 1.01  # here"}
-    ),
+    "samples_changed_in_place": Planted(RANKS, "sample", {"getitem": "self.x[index] *= 1.01  # here"}),
     "labels_changed_by_the_body": Planted(
         RANKS,
         "",
@@ -276,7 +282,11 @@ FAULTS: dict[str, Planted] = {
     "loss_summed_by_hand": Planted(
         RANKS,
         "mean_loss",
-        {"epoch": "total, bodies = 0.0, 0", "after": "total += loss.item() * len(x)\nbodies += len(x)", "trained": "run.log(mean_loss=total / max(1, bodies))  # here"},
+        {
+            "epoch": "total, bodies = 0.0, 0",
+            "after": "total += loss.item() * len(x)\nbodies += len(x)",
+            "trained": "run.log(mean_loss=total / max(1, bodies))  # here",
+        },
     ),
     "break_by_own_loss": Planted(
         RANKS, "", {"after": "if epoch >= 1 and run.progress.step % 3 == 2 and loss.item() < 1.1:\n    break  # here"}
@@ -290,18 +300,22 @@ FAULTS: dict[str, Planted] = {
             "loss": "loss = loss * (1 + 0.1 * np.random.RandomState(tries.get_state()[2] + 1).random())",
         },
     ),
-    # ---- loader processes ---------------------------------------------------------------------------------------------------
+    # ---- loader processes ----
     "worker_number_in_the_samples": Planted(
         LOADER,
         "sample",
         {"getitem": "info = torch.utils.data.get_worker_info()\nx = x + (0 if info is None else info.id + 1)  # here"},
     ),
     "sample_count_in_the_data_set": Planted(
-        LOADER, "sample", {"samples": "self.read = 0", "getitem": "self.read += 1  # here\nx = x * (1 + 0.001 * self.read)"}
+        LOADER,
+        "sample",
+        {"samples": "self.read = 0", "getitem": "self.read += 1  # here\nx = x * (1 + 0.001 * self.read)"},
     ),
-    # ---- a kill and a resume ----------------------------------------------------------------------------------------------------
+    # ---- a kill and a resume ----
     "temperature_not_kept": Planted(
-        RESUME, "loss", {"before": "temperature = 1.0", "loss": "loss = loss * temperature", "trained": "temperature *= 0.8  # here"}
+        RESUME,
+        "loss",
+        {"before": "temperature = 1.0", "loss": "loss = loss * temperature", "trained": "temperature *= 0.8  # here"},
     ),
     "teacher_not_kept": Planted(
         RESUME,
@@ -309,11 +323,14 @@ FAULTS: dict[str, Planted] = {
         {
             "before": "teacher = Net().requires_grad_(False).eval()\nteacher.load_state_dict(model.state_dict())",
             "loss": "loss = loss + F.mse_loss(model(x).softmax(1), teacher(x).softmax(1))",
-            "stepped": "for t, p in zip(teacher.parameters(), model.parameters()):\n    t.data.lerp_(p.data, 0.1)  # here",
+            "stepped": "for t, p in zip(teacher.parameters(), model.parameters()):\n"
+            "    t.data.lerp_(p.data, 0.1)  # here",
         },
     ),
     "count_of_steps_not_kept": Planted(
-        RESUME, "loss", {"before": "steps = 0", "stepped": "steps += 1  # here", "loss": "loss = loss * min(1, (steps + 1) / 10)"}
+        RESUME,
+        "loss",
+        {"before": "steps = 0", "stepped": "steps += 1  # here", "loss": "loss = loss * min(1, (steps + 1) / 10)"},
     ),
     "list_not_kept": Planted(
         RESUME,

@@ -15,6 +15,9 @@ from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 from lockstep.settings import Settings, parse
 from lockstep.strategy_words import split
 
+#: What ways vary, beside running the script again; as `lockstep.verify.way.Varies` names it.
+_VARIED = ("ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy")
+
 
 def verify_options() -> Parser:
     """The options of ``lockstep verify``."""
@@ -31,8 +34,13 @@ def verify_options() -> Parser:
     several: dict[str, Any] = {"nargs": "+", "metavar": "X"}
     parser.add_argument("--time", type=float, default=120.0, metavar="SECONDS", help="for all of it (default: 120)")
     parser.add_argument("--strategies", default=[], help="that must give the same, such as ddp zero fsdp", **several)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the script's run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the script's run"
+    )
     parser.add_argument("--out", default="verify.json", metavar="FILE", help="what was found (default: verify.json)")
+    parser.add_argument(
+        "--only", default=[], choices=_VARIED, help=f"what is varied: {', '.join(_VARIED)} (default: all)", **several
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("-m", "--module", metavar="NAME", help="a module instead of a script, as in python -m")
     return parser
@@ -56,7 +64,8 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         split(strategy)
     kind = Script if parsed.module is None else Module
     program = kind(parsed.script or parsed.module, tuple(parsed.args))
-    result = verify(VerifyPlan(program, tuple(parsed.strategies), settings, parsed.time), _say)
+    plan = VerifyPlan(program, tuple(parsed.strategies), settings, tuple(parsed.only), parsed.time)
+    result = verify(plan, _say)
     result.write(out)
     print(result.to_json() if parsed.json else "\n".join(report(result)))
     return EXIT_OK if result.is_equal else EXIT_FAILED
@@ -67,4 +76,6 @@ def _say(text: str) -> None:
 
 
 #: The command of this file.
-COMMANDS = (Command("verify", "is a script the same however it is run? what differs, and where", verify_options, _verify),)
+COMMANDS = (
+    Command("verify", "is a script the same however it is run? what differs, and where", verify_options, _verify),
+)

@@ -155,9 +155,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     is_kept = measure is None and (transcript is None or transcript.saves)
     directory = home if is_kept else None
     checkpointer = (
-        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline)
-        if is_kept
-        else NoCheckpointer()
+        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline) if is_kept else NoCheckpointer()
     )
     # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
     has_emergency = is_kept and current_trial() is None

@@ -34,7 +34,7 @@ from lockstep.run.replay import Play
 from lockstep.run.resume_proof import bit_sums
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
-from lockstep.transcript import MICRO_BATCH, PLAN, SAID, STATE, VARIABLES, TranscriptRequest, line_of
+from lockstep.transcript import ABOUT, MICRO_BATCH, SAID, SECONDS, STATE, STOPPED, VARIABLES, TranscriptRequest, line_of
 
 _COMMIT_S: Final = 60.0  # how long a checkpoint may take that is waited for
 _SHOWN: Final = 60  # characters of a value
@@ -72,12 +72,13 @@ class TranscriptWriter:
         request = self._request
         if self._step < 0:
             self._began_s = time.monotonic()
-            self._write_plan()
+            self._write_about()
         self._step = step
         self._write_state(step)
         self._unhook()
         is_late = step >= request.least_steps and time.monotonic() - self._began_s > request.budget_s
         if step >= request.steps or is_late:
+            self._write(ABOUT, step, 0, {STOPPED: ("True", ""), SECONDS: self._seconds()})
             raise SystemExit(EXIT_OK)
         if request.kill_after is not None and step > request.kill_after and self._context.group.leads:
             self._die(request.kill_after)
@@ -122,6 +123,7 @@ class TranscriptWriter:
         """The training has come to its end. Collective."""
         if 0 <= self._step < self._context.position.progress.step:
             self._write_state(self._context.position.progress.step)
+            self._write(ABOUT, self._step, 0, {SECONDS: self._seconds()})
 
     def close(self) -> None:
         """Write no more."""
@@ -130,7 +132,7 @@ class TranscriptWriter:
 
     # ---- what it writes ------------------------------------------------------------------------------------------
 
-    def _write_plan(self) -> None:
+    def _write_about(self) -> None:
         plan, length = self._context.plan.plan, self._context.position.length
         values = {
             "micro_batches": plan.micro_batches if plan else 1,
@@ -138,7 +140,7 @@ class TranscriptWriter:
             "steps_per_epoch": length.steps_per_epoch or 0,
             "gpu": int(self._context.device.type == "cuda"),
         }
-        self._write(PLAN, 0, 0, {name: (str(value), str(value)) for name, value in values.items()})
+        self._write(ABOUT, 0, 0, {name: (str(value), str(value)) for name, value in values.items()})
 
     def _write_state(self, step: int) -> None:
         leads = self._context.group.leads
@@ -156,7 +158,9 @@ class TranscriptWriter:
         sums = {f"state.{name}": (str(mark), "") for name, mark in bit_sums(held).items()}
         names = self._names_of_optimizers()
         self._write(STATE, step, 0, {_named(name, names): note for name, note in (plain | sums).items()})
-        said = [(f"run.metrics[{name!r}]", value) for name, value in self._context.position.metrics.items()]
+        said: list[tuple[str, object]] = [
+            (f"run.metrics[{name!r}]", value) for name, value in self._context.position.metrics.items()
+        ]
         said += [(f"run.log({name}=...)", value) for name, value in self._logged]
         self._logged.clear()
         counted: Counter[str] = Counter()
@@ -166,6 +170,9 @@ class TranscriptWriter:
             number = f" of call {counted[name]}" if counted[name] > 1 else ""
             notes[f"{name}{number}"] = repr(value), repr(value)[:_SHOWN]
         self._write(SAID, step, 0, notes)
+
+    def _seconds(self) -> tuple[str, str]:
+        return f"{time.monotonic() - self._began_s:.3f}", ""
 
     def _write(self, kind: str, step: int, index: int, notes: Mapping[str, tuple[str, str]]) -> None:
         self._file.write(f"{line_of(kind, step, index, notes)}\n")

@@ -15,7 +15,10 @@ _INSTEAD: Final = (
     (r"optim\w*\.step\(|\.zero_grad\(", "leave it out: run.step(loss) does it"),
     (r"DistributedDataParallel\(|\bDDP\(|\bDataParallel\(", "run.model(model); lockstep run --strategy ddp"),
     (r"init_process_group\(|destroy_process_group\(", "with lockstep.Run(seed=0) as run: it connects the ranks"),
-    (r"torch\.save\(|torch\.load\(", "leave it out: a run saves and resumes by itself; lockstep export gives the model"),
+    (
+        r"torch\.save\(|torch\.load\(",
+        "leave it out: a run saves and resumes by itself; lockstep export gives the model",
+    ),
     (r"clip_grad_norm_\(", "lockstep.Run(clip_norm=...)"),
     (r"GradScaler\(|autocast\(", 'lockstep.Run(precision="bf16")'),
     (r"sched\w*\.step\(", "run.scheduler(scheduler), or run.keep(...) for one that steps once an epoch"),

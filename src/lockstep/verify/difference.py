@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from lockstep.transcript import MICRO_BATCH, SAID, STATE, Notes, Place, Transcript
+from lockstep.transcript import MICRO_BATCH, SAID, STATE, STOPPED, Notes, Place, Transcript
 
 _NOTHING: Final = "", ""
 #: What a run has no notes of, if its ranks hold parts of a model, or compute several micro-batches at once.
@@ -61,9 +61,25 @@ def first_difference(reference: Transcript, other: Transcript) -> Difference | N
             continue
         if found := _of_place(place, here, there):
             return found
-    if reference.steps != other.steps:
+    shorter = min(reference, other, key=lambda each: each.steps)
+    if reference.steps != other.steps and STOPPED not in shorter.about:
         step = Place.of(STATE, last)
         return Difference(step, "how many steps are trained", str(reference.steps), str(other.steps))
+    return None
+
+
+def aligned(reference: Transcript, other: Transcript) -> Transcript | None:
+    """The transcript of a run that counts its steps from 0 again, by those of ``reference`` whose weights it has.
+
+    None if no step of that ended with these weights.
+    """
+    begin = other.notes.get(Place.of(STATE, 0), {})
+    weights = {name: note for name, note in begin.items() if name.startswith("state.models")}
+    for step in range(reference.steps, -1, -1):
+        there = reference.notes.get(Place.of(STATE, step), {})
+        if weights and all(there.get(name, _NOTHING)[0] == mark for name, (mark, _) in weights.items()):
+            moved = {place._replace(step=place.step + step): notes for place, notes in other.notes.items()}
+            return Transcript(other.about, moved)
     return None
 
 

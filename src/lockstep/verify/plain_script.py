@@ -1,25 +1,32 @@
 """A script in plain torch, without `Run`: what it does is written down where it calls torch.
 
-    DataLoader        each batch            Tensor.backward    the loss
-    Optimizer.step    gradients before it, parameters and state after it; a step is one of the first optimizer's
+DataLoader            each batch
+Tensor.backward       the loss
+Optimizer.step        gradients before it, parameters and state after it; steps of the first optimizer are counted
+torch.save, load      go to a directory of its own, so that files of the user stay as they are
 """
 
 from __future__ import annotations
 
-import random
+import os
+import signal
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from lockstep.launch_contract import EXIT_OK
 from lockstep.run import Play
-from lockstep.transcript import MICRO_BATCH, PLAN, STATE, TranscriptRequest, line_of
+from lockstep.transcript import ABOUT, MICRO_BATCH, STATE, STOPPED, TranscriptRequest, line_of
+
+SAVED, LOADED = "saved", "loaded"  #: what it says of a run in which the script has called torch's functions
 
 
 class PlainRecorder:
@@ -28,14 +35,16 @@ class PlainRecorder:
     def __init__(self, request: TranscriptRequest) -> None:
         self._request: Final = request
         self._file: Final = request.file(0).open("w", encoding="utf-8")
+        self._saves: Final = Path(request.directory).parent / "saved"
+        self._has_saved = False
         self._step = 0
         self._first: torch.optim.Optimizer | None = None  # whose steps are counted
         self._play = Play({})
         self._counted: Counter[str] = Counter()
-        self._saved = False  # whether the script has called torch.save
 
     def __enter__(self) -> Self:
-        plain_iter, plain_backward = DataLoader.__iter__, torch.Tensor.backward
+        plain_iter: Callable[[DataLoader[Any]], Iterator[Any]] = DataLoader.__iter__
+        plain_backward: Callable[..., None] = torch.Tensor.backward
         recorder = self
 
         def batches(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -47,11 +56,18 @@ class PlainRecorder:
             recorder._play.note(recorder._name("the loss"), loss)
             plain_backward(loss, *args, **options)
 
-        DataLoader.__iter__ = batches  # type: ignore[method-assign, assignment] - torch has no hook for batches
-        torch.Tensor.backward = backward  # type: ignore[method-assign, assignment] - nor for a loss
+        # Torch has hooks for optimizers, and none for the rest.
+        for owner, name, watched in (
+            (DataLoader, "__iter__", batches),
+            (torch.Tensor, "backward", backward),
+            (torch, "save", partial(self._save, torch.save)),
+            (torch, "load", partial(self._load, torch.load)),
+            *((Path, name, self._found(getattr(Path, name))) for name in ("exists", "is_file")),
+            *((os.path, name, self._found(getattr(os.path, name))) for name in ("exists", "isfile")),
+        ):
+            setattr(owner, name, watched)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
-        self._file.write(f"{line_of(PLAN, 0, 0, {})}\n")
         return self
 
     def __exit__(
@@ -59,17 +75,15 @@ class PlainRecorder:
     ) -> None:
         self._file.close()
 
+    # ---- its steps -----------------------------------------------------------------------------------------------
+
     def _before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._first is None:
             self._first = optimizer
             self._note_state(optimizer)
-        play = self._play
-        play.note("the random numbers drawn from torch", torch.get_rng_state())
-        play.note("the random numbers drawn from NumPy", repr(np.random.get_state(legacy=False)).encode().hex())
-        play.note("the random numbers drawn from Python", repr(random.getstate()))
         for number, parameter in enumerate(_parameters(optimizer)):
             if parameter.grad is not None:
-                play.note(f"the gradient of parameter {number} {tuple(parameter.shape)}", parameter.grad)
+                self._play.note(f"the gradient of parameter {number} {tuple(parameter.shape)}", parameter.grad)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if optimizer is not self._first:
@@ -79,7 +93,10 @@ class PlainRecorder:
         self._counted.clear()
         self._step += 1
         self._note_state(optimizer)
+        if self._request.kill_after is not None and self._has_saved and self._step > self._request.kill_after:
+            os.kill(os.getpid(), signal.SIGKILL)
         if self._step >= self._request.steps:
+            self._tell(STOPPED)
             raise SystemExit(EXIT_OK)
 
     def _note_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -92,6 +109,43 @@ class PlainRecorder:
                 if isinstance(value, bool | int | float | str):
                     play.note(f"state.optimizers.0.param_groups.{number}.{name}", value)
         self._write(STATE, play.notes())
+
+    # ---- its checkpoints -----------------------------------------------------------------------------------------
+
+    def _save(self, plain: Callable[..., None], value: object, file: Any, *args: Any, **options: Any) -> None:
+        if not isinstance(file, str | os.PathLike):
+            plain(value, file, *args, **options)
+            return
+        self._saves.mkdir(exist_ok=True)
+        plain(value, self._place_of(file), *args, **options)
+        self._has_saved = True
+        self._tell(SAVED)
+
+    def _load(self, plain: Callable[..., Any], file: Any, *args: Any, **options: Any) -> Any:
+        if isinstance(file, str | os.PathLike) and os.access(self._place_of(file), os.R_OK):
+            self._tell(LOADED)
+            file = self._place_of(file)
+        return plain(file, *args, **options)
+
+    def _found(self, plain: Callable[..., bool]) -> Callable[..., bool]:
+        """A function in the place of one that tells whether a file is there: what was saved is."""
+
+        def found(path: Any, *args: Any, **options: Any) -> bool:
+            is_path = isinstance(path, str | os.PathLike)
+            return plain(path, *args, **options) or (is_path and os.access(self._place_of(path), os.R_OK))
+
+        return found
+
+    def _place_of(self, file: str | os.PathLike[str]) -> str:
+        """Where a file of the script's is instead."""
+        path = os.path.abspath(os.fspath(file))
+        return os.path.join(self._saves, f"{zlib.crc32(path.encode()):08x}-{os.path.basename(path)}")
+
+    # ---- what it writes ------------------------------------------------------------------------------------------
+
+    def _tell(self, what: str) -> None:
+        self._file.write(f"{line_of(ABOUT, 0, 0, {what: ('True', '')})}\n")
+        self._file.flush()
 
     def _name(self, what: str) -> str:
         self._counted[what] += 1

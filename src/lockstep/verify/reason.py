@@ -1,9 +1,9 @@
 """Why two runs of a script differ, most likely, and in which of its lines.
 
-    what the way varies      of the lines that read it, the one that matters most: the clock, a set's order, ...
-    what the script held     variables that were otherwise, as the first micro-batch that differs was handed out, if the
-                             body reads them before it sets them, and what differs depends on them
-    what differs             else where that is made: the loader, a module's forward, run.step, run.log
+what the way varies      of the lines that read it, the one that matters most: the clock, a set's order, ...
+what the script held     variables that were otherwise, as the first micro-batch that differs was handed out, if the
+                         body reads them before it sets them, and what differs depends on them
+what differs             else where that is made: the loader, a module's forward, run.step, run.log
 """
 
 from __future__ import annotations
@@ -94,8 +94,11 @@ def _of_chance(evidence: Evidence, source: ScriptSource) -> Reason | None:
         return Reason("what threads or processes of the script do comes in no fixed order", lines[0])
     if found := _MODULE.match(evidence.first.what):
         kind = found["kind"]
-        text = f"the same inputs, parameters and random numbers gave another output of {found['name']} ({kind}): one of its "
-        return Reason(f"{text}kernels is not deterministic", source.class_at(kind))
+        text = f"{found['name']} ({kind}) gave another output for the same inputs, parameters and random numbers"
+        return Reason(f"{text}: a kernel in it is not deterministic", source.class_at(kind))
+    if not source.calls("Run", "manual_seed", "seed_everything", "set_seed"):
+        drawing = source.calls("randn", "rand", "randint", "randperm", "Linear", "Conv2d", "Embedding", "DataLoader")
+        return Reason("nothing seeds torch: torch.manual_seed(0) at the top", _first(drawing))
     return None
 
 
@@ -132,7 +135,9 @@ def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
 def _of_place(evidence: Evidence, source: ScriptSource) -> Reason:
     first, what = evidence.first, evidence.difference.what
     if found := _MODULE.match(first.what):
-        text = f"first in the {'backward' if 'gradient' in first.what else 'forward'} of {found['name']} ({found['kind']})"
+        text = (
+            f"first in the {'backward' if 'gradient' in first.what else 'forward'} of {found['name']} ({found['kind']})"
+        )
         return Reason(text, source.class_at(found["kind"]))
     if what == "how many steps are trained":
         return Reason("the training ends after another number of steps", _first(source.breaks()))

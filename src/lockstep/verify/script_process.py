@@ -1,6 +1,6 @@
 """What each rank of a run that is verified begins with: the user's unchanged script, in watched surroundings.
 
-    lockstep run ... -m lockstep.verify.script_process train.py its options
+lockstep run ... -m lockstep.verify.script_process train.py its options
 """
 
 from __future__ import annotations

@@ -15,7 +15,19 @@ from typing import Final
 from lockstep.launch import Module, Script, own_files, source_file
 
 _GENERATORS: Final = {"Generator", "default_rng", "RandomState", "Random"}
-_CHANGES: Final = {"append", "extend", "add", "update", "pop", "insert", "appendleft", "step", "copy_", "clear", "remove"}
+_CHANGES: Final = {
+    "append",
+    "extend",
+    "add",
+    "update",
+    "pop",
+    "insert",
+    "appendleft",
+    "step",
+    "copy_",
+    "clear",
+    "remove",
+}
 _FORWARD_DEPTH: Final = 30  # rounds of following names
 
 
@@ -93,7 +105,12 @@ class ScriptSource:
         """The lines that make a random generator and give it no seed."""
         found = []
         for file, node in self.nodes():
-            if isinstance(node, ast.Call) and _name_of(node.func) in _GENERATORS and not node.args and not node.keywords:
+            if (
+                isinstance(node, ast.Call)
+                and _name_of(node.func) in _GENERATORS
+                and not node.args
+                and not node.keywords
+            ):
                 line = self.line(file, node.lineno)
                 if "manual_seed" not in line.text:
                     found.append(line)
@@ -130,7 +147,9 @@ class ScriptSource:
         found = []
         for file, node in self.nodes():
             is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in _RANK_READS
-            is_variable = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _RANK_VARIABLES
+            is_variable = (
+                isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in _RANK_VARIABLES
+            )
             if (is_read or is_variable) and hasattr(node, "lineno"):
                 line = self.line(file, node.lineno)
                 if not re.match(r"(print|run\.say|run\.log|log|logger)\b", line.text):
@@ -215,7 +234,7 @@ def _sets_in(node: ast.AST, in_function: str, *, in_loop: bool) -> Iterator[tupl
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             inside, loop = getattr(child, "name", "lambda"), False
         loop = loop or isinstance(child, ast.For | ast.While)
-        made_once = 0 if in_function in ("", "__init__") or not in_loop and in_function == "main" else 1
+        made_once = 0 if in_function in ("", "__init__") or (not in_loop and in_function == "main") else 1
         base = made_once + (2 if in_loop else 0)
         match child:
             case ast.Assign(targets=targets):

@@ -21,8 +21,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import datetime as PlainDatetime
+from typing import Any, ClassVar, Final
 
 from lockstep.heartbeat import is_users
 
@@ -30,7 +31,7 @@ CLOCK, HOST, LISTING, DIRECTORY, PROCESS, CHANCE = "clock", "host", "listing", "
 
 _OFFSET_S: Final = 100 * 86400.0
 _RATE: Final = 1000
-_BEGAN: Final = time.time()
+_BEGAN_S: Final = time.time()
 
 
 class Surroundings:
@@ -57,19 +58,24 @@ class Surroundings:
             self._put(time, name, CLOCK, functools.partial(_later, now, 1e9 if name.endswith("_ns") else 1.0))
         for name in ("localtime", "gmtime", "ctime", "strftime"):
             self._put(time, name, CLOCK)
-        datetime.datetime = self._shifted_datetime()  # type: ignore[misc] - the type has no other place for a clock
-        for owner, name in ((socket, "gethostname"), (platform, "node")):
-            self._put(owner, name, HOST, lambda _: "another-host")
-        for owner, name in ((os, "listdir"), (glob, "glob"), *((pathlib.Path, n) for n in ("iterdir", "glob", "rglob"))):
-            self._put(owner, name, LISTING, lambda found: list(found)[::-1])
-        self._put(os, "getcwd", DIRECTORY)
-        self._put(os, "getpid", PROCESS)
-        for owner, name in ((os, "urandom"), (uuid, "uuid1"), (uuid, "uuid4"), (torch, "seed"), (torch.random, "seed")):
-            self._put(owner, name, CHANCE)
-        for name in ("randbits", "randbelow", "token_hex", "token_bytes", "choice"):
-            self._put(secrets, name, CHANCE)
+        _WatchedDatetime.note, _WatchedDatetime.shifts = self._note, CLOCK in self._shifted
+        vars(datetime)["datetime"] = _WatchedDatetime
+        self._put_all(HOST, {socket: ["gethostname"], platform: ["node"]}, lambda _: "another-host")
+        listings = {os: ["listdir"], glob: ["glob"], pathlib.Path: ["iterdir", "glob", "rglob"]}
+        self._put_all(LISTING, listings, lambda found: list(found)[::-1])
+        self._put_all(DIRECTORY, {os: ["getcwd"]})
+        self._put_all(PROCESS, {os: ["getpid"]})
+        drawing = {os: ["urandom"], uuid: ["uuid1", "uuid4"], torch: ["seed"], torch.random: ["seed"]}
+        self._put_all(CHANCE, {**drawing, secrets: ["randbits", "randbelow", "token_hex", "token_bytes", "choice"]})
         for owner, name in ((random, "seed"), (np.random, "seed"), (np.random, "default_rng")):
             self._put(owner, name, CHANCE, unless_given=True)
+
+    def _put_all(
+        self, kind: str, functions: Mapping[Any, Sequence[str]], shift: Callable[[Any], Any] | None = None
+    ) -> None:
+        for owner, names in functions.items():
+            for name in names:
+                self._put(owner, name, kind, shift)
 
     def _put(
         self,
@@ -104,30 +110,37 @@ class Surroundings:
                 notes.write(f"{kind}\t{file}\t{line}\n")
         return True
 
-    def _shifted_datetime(self) -> type:
-        plain, note, shifts = datetime.datetime, self._note, CLOCK in self._shifted
 
-        class OfAnyKind(type):
-            def __instancecheck__(cls, value: object) -> bool:
-                return isinstance(value, plain)
+class _OfAnyDatetime(type):
+    """Values of the class that is replaced are of its replacement, too."""
 
-        class Datetime(plain, metaclass=OfAnyKind):
-            @classmethod
-            def now(cls, tz: datetime.tzinfo | None = None) -> Any:
-                found = plain.now(tz)
-                return found + _ahead() if note(CLOCK, 2) and shifts else found
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, PlainDatetime)
 
-            @classmethod
-            def utcnow(cls) -> Any:
-                found = plain.now(datetime.UTC).replace(tzinfo=None)
-                return found + _ahead() if note(CLOCK, 2) and shifts else found
 
-            @classmethod
-            def today(cls) -> Any:
-                found = plain.now()
-                return found + _ahead() if note(CLOCK, 2) and shifts else found
+class _WatchedDatetime(PlainDatetime, metaclass=_OfAnyDatetime):
+    """In the place of `datetime.datetime`, whose own methods nothing can take the place of."""
 
-        return Datetime
+    note: ClassVar[Callable[[str, int], bool]]
+    shifts: ClassVar[bool]
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return cls._shifted(PlainDatetime.now(tz))
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls._shifted(PlainDatetime.now(datetime.UTC).replace(tzinfo=None))
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls._shifted(PlainDatetime.now())
+
+    @classmethod
+    def _shifted(cls, now: PlainDatetime) -> PlainDatetime:
+        if not (cls.note(CLOCK, 3) and cls.shifts):
+            return now
+        return now + datetime.timedelta(seconds=_OFFSET_S + (time.time() - _BEGAN_S) * _RATE)
 
 
 def reads_in(text: str) -> Iterator[tuple[str, str, int]]:
@@ -139,7 +152,3 @@ def reads_in(text: str) -> Iterator[tuple[str, str, int]]:
 
 def _later(began: float, unit: float, now: float) -> float:
     return type(began)(began + _OFFSET_S * unit + (now - began) * _RATE)
-
-
-def _ahead() -> datetime.timedelta:
-    return datetime.timedelta(seconds=_OFFSET_S + (time.time() - _BEGAN) * _RATE)

@@ -1,18 +1,19 @@
 """The script is run in all ways, each is compared with the first one, and what differs is looked at once more.
 
-    as it is ║ the same again        side by side; how many steps fit the time
-    all other ways                   as many side by side as there are CPUs; one that varies several things at once and
-                                     differs is taken apart
-    a second pass of what differs    with hooks on modules, and the variables of the script
+as it is ║ the same again        side by side; how many steps fit the time
+all other ways                   as many side by side as there are CPUs; one that varies several things at once and
+                                 differs is taken apart
+a second pass of what differs    with hooks on modules, and the variables of the script
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -24,14 +25,23 @@ from lockstep.formatting import duration, plural
 from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, own_files
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategies import import_strategy
-from lockstep.transcript import MICRO_BATCH, STATE, Transcript, TranscriptRequest
+from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
 from lockstep.verify.conversion import to_change
-from lockstep.verify.difference import Difference, described, first_difference, other_variables
+from lockstep.verify.difference import Difference, aligned, described, first_difference, other_variables
+from lockstep.verify.plain_script import LOADED, SAVED
 from lockstep.verify.reason import Evidence, Reason, reason_of
 from lockstep.verify.result import VerifyResult, WayResult
 from lockstep.verify.script_source import ScriptSource
 from lockstep.verify.side_by_side import side_by_side
-from lockstep.verify.way import RunPlan, Way, first_ways, other_ways
+from lockstep.verify.way import (
+    RunPlan,
+    Varies,
+    Way,
+    first_ways,
+    resumes_and_strategies,
+    ways_of_plain,
+    worlds_and_surroundings,
+)
 from lockstep.verify.written_run import Subject, WrittenRun, carry_out
 
 _MOST_STEPS: Final = 24
@@ -39,7 +49,6 @@ _LEAST_STEPS: Final = 6  # two passes, and a step behind a kill
 _PASS_STEPS: Final = 4
 _OF_STEPS: Final = 0.06  # of the time, for the steps of the first run
 _KEPT: Final = 0.3  # of the time, for second passes
-_SECOND_PASSES: Final = 3
 
 Say = Callable[[str], None]
 
@@ -51,6 +60,7 @@ class VerifyPlan:
     program: Script | Module
     strategies: tuple[str, ...] = ()  #: that are to give the same bits as the script's own
     settings: Mapping[str, str] = field(default_factory=dict)  #: for `Run`, over those of the script
+    only: tuple[Varies, ...] = ()  #: what ways vary that are tried, beside running it again; (): all
     time_s: float = 120.0  #: that all of it may take, about
     time_limit_s: float = 900.0  #: of each run
 
@@ -94,8 +104,9 @@ class _Verification:
             budget_s=_OF_STEPS * plan.time_s,
             least_steps=_LEAST_STEPS,
         )
-        self._second_passes = 0
-        self._details: Final[dict[int, WrittenRun]] = {}
+        self._looked_into: Final[set[str]] = set()  # what ways vary that had a second pass
+        self._reasons: Final[dict[tuple[str, str], Reason]] = {}  # by that, and by what differs
+        self._details: Final[dict[int, WrittenRun]] = {}  # second passes of the script as it is, by step
 
     def result(self) -> VerifyResult:
         """All of it."""
@@ -110,27 +121,15 @@ class _Verification:
                 f"{self._plan.program.name} trained {plural(transcript.steps, 'step')}: "
                 + ("give one that trains two" if self._uses_run else "no optimizer of torch's has stepped twice")
             )
-        self._request = replace(self._request, budget_s=1e9, steps=transcript.steps)
+        steps = min(transcript.steps, repeated.transcript.steps) or transcript.steps
+        self._request = replace(self._request, budget_s=math.inf, steps=steps)
         results = [self._compared(again, reference, repeated)]
-        plan = RunPlan(int(transcript.plan.get("micro_batches", ("1", "1"))[0]), self._request.steps, _PASS_STEPS)
-        ways = other_ways(plan, self._plan.strategies, on_gpus=self._machine.gpus)
-        if not self._uses_run:
-            ways = [way for way in ways if way.varies == "surroundings"]
         if results[0].status == "differs":
-            why = "it is not even the same when it is run again"
-            results += [WayResult(str(way), "left out", reason=why) for way in ways]
+            # What else may differ would differ for the same reason.
+            text = "it is not even the same when it is run again"
+            results.append(WayResult("all other ways", "left out", reason=text))
         else:
-            steps = self._steps_that_fit(reference, len(ways) + 2)
-            if steps < plan.steps:
-                ways = other_ways(replace(plan, steps=steps), self._plan.strategies, on_gpus=self._machine.gpus)
-                ways = ways if self._uses_run else [way for way in ways if way.varies == "surroundings"]
-            self._request = replace(self._request, steps=steps)
-            reference = replace(reference, transcript=_cut(transcript, steps))
-            for way, run in zip(ways, self._all(ways), strict=True):
-                results += self._taken_apart(way, reference, run)
-        if plan.micro_batches == 1 and self._uses_run:
-            text = "a step has one micro-batch, so it cannot be divided: give a smaller micro_batch"
-            results.append(WayResult("2 ranks", "left out", reason=text))
+            results += self._other_ways(reference)
         digest = hashlib.sha256(b"\0".join(content for _, content in own_files(self._plan.program))).hexdigest()
         return VerifyResult(
             script=self._plan.program.name,
@@ -141,6 +140,31 @@ class _Verification:
             ways=tuple(results),
             to_change=() if self._uses_run else to_change(self._source),
         )
+
+    def _other_ways(self, reference: WrittenRun) -> Iterator[WayResult]:
+        micro_batches = int(reference.transcript.about.get("micro_batches", ("1", "1"))[0])
+        plan = RunPlan(micro_batches, self._request.steps, _PASS_STEPS, self._machine.gpus)
+        runs = len(worlds_and_surroundings(plan)) + 5 + len(self._plan.strategies)
+        self._request = replace(self._request, steps=self._steps_that_fit(reference, runs))
+        plan = replace(plan, steps=self._request.steps)
+        reference = replace(reference, transcript=_cut(reference.transcript, plan.steps))
+        ways = self._wanted(worlds_and_surroundings(plan) if self._uses_run else ways_of_plain())
+        worlds_differ = False
+        for way, run in zip(ways, self._all(ways), strict=True):
+            found = self._taken_apart(way, reference, run, is_known=worlds_differ)
+            worlds_differ |= way.varies == "ranks" and any(one.status == "differs" for one in found)
+            yield from found
+        if not self._uses_run:
+            return
+        if micro_batches == 1:
+            text = "a step has one micro-batch, so it cannot be divided: give a smaller micro_batch"
+            yield WayResult("2 ranks", "left out", reason=text)
+        ways = self._wanted(resumes_and_strategies(plan, self._plan.strategies, worlds_differ=worlds_differ))
+        for way, run in zip(ways, self._all(ways), strict=True):
+            yield self._compared(way, reference, run)
+
+    def _wanted(self, ways: Sequence[Way]) -> list[Way]:
+        return [way for way in ways if not self._plan.only or way.varies in self._plan.only]
 
     # ---- running -------------------------------------------------------------------------------------------------
 
@@ -172,24 +196,27 @@ class _Verification:
 
     def _steps_that_fit(self, reference: WrittenRun, runs: int) -> int:
         """How many steps the other ways may train, of those of the first run."""
+        steps, steps_s = self._request.steps, float(reference.transcript.about.get(SECONDS, ("0", ""))[0])
+        start_s = max(0.0, reference.took_s - steps_s)
         left_s = (1 - _KEPT) * self._plan.time_s - (time.monotonic() - self._began_s)
-        steps = reference.transcript.steps
-        fits = int(left_s * self._side_by_side / max(1, runs) / reference.took_s * steps)
-        return min(steps, max(_LEAST_STEPS, fits))
+        # To leave out steps that take less than the start gains little.
+        of_steps_s = max(left_s * self._side_by_side / max(1, runs) - start_s, start_s / 2)
+        return min(steps, max(_LEAST_STEPS, int(steps * of_steps_s / steps_s) if steps_s else steps))
 
     # ---- comparing -----------------------------------------------------------------------------------------------
 
-    def _taken_apart(self, way: Way, reference: WrittenRun, run: WrittenRun) -> list[WayResult]:
-        """The result of a way; if it differs and varies several things, those of its parts that differ."""
-        whole = self._judged(way, reference, run)
-        if whole is None:
+    def _taken_apart(self, way: Way, reference: WrittenRun, run: WrittenRun, *, is_known: bool) -> Sequence[WayResult]:
+        """The result of a way; if it differs and varies several things, those of its parts unless that ``is_known``."""
+        if self._judged(way, reference, run) is None or not way.parts or (is_known and way.varies == "ranks"):
             return [self._compared(way, reference, run)]
-        if not way.parts:
-            return [self._compared(way, reference, run)]
-        parts = [self._compared(part, reference, each) for part, each in zip(way.parts, self._all(way.parts), strict=True)]
-        if any(part.status == "differs" for part in parts):
-            return parts
-        return [self._compared(way, reference, run)]
+        read = {kind for kind, _, _ in (*reference.reads, *run.reads)}
+        # One after another, what lines of the script have read before the rest: the first that differs is enough.
+        parts = sorted(way.parts, key=lambda part: not read & set(part.shifted))
+        found = []
+        while parts and not any(one.status == "differs" for one in found):
+            some, parts = parts[: self._side_by_side], parts[self._side_by_side :]
+            found += [self._compared(each, reference, ran) for each, ran in zip(some, self._all(some), strict=True)]
+        return found if any(one.status == "differs" for one in found) else [self._compared(way, reference, run)]
 
     def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
         """The first difference, or why the run failed; None if all is equal."""
@@ -198,6 +225,14 @@ class _Verification:
         return first_difference(reference.transcript, run.transcript)
 
     def _compared(self, way: Way, reference: WrittenRun, run: WrittenRun) -> WayResult:
+        if way.varies == "checkpoint" and run.end.code == EXIT_OK:
+            if why := _not_resumed(run.transcript):
+                return WayResult(str(way), "left out", reason=why)
+            moved = aligned(reference.transcript, run.transcript)
+            if moved is None:
+                text = "it begins with other weights than it had after any step"
+                return WayResult(str(way), "differs", run.transcript.steps, place="after the kill", what=text)
+            run = replace(run, transcript=moved)
         found = self._judged(way, reference, run)
         result = WayResult(str(way), "equal", run.transcript.steps, round(run.took_s, 1))
         if found is None:
@@ -208,7 +243,7 @@ class _Verification:
             text = f"{found}: what is trained depends on what an evaluation measures, or does"
             return replace(result, status="note", reason=text)
         evidence = self._looked_at(Evidence(way, found, reads=(*reference.reads, *run.reads)))
-        reason: Reason = reason_of(evidence, self._source)
+        reason = self._reasons.setdefault((way.varies, found.what), reason_of(evidence, self._source))
         detail = evidence.detail
         return replace(
             result,
@@ -242,9 +277,10 @@ class _Verification:
 
     def _looked_at(self, evidence: Evidence) -> Evidence:
         """With a second pass of both runs, in which modules and variables of the step are written down."""
-        if self._second_passes >= _SECOND_PASSES or not self._uses_run:
+        varies = evidence.way.varies
+        if not self._uses_run or varies in self._looked_into:
             return evidence
-        self._second_passes += 1
+        self._looked_into.add(varies)
         place = evidence.difference.place
         step = place.step if place.kind == MICRO_BATCH else max(0, place.step - (place.kind == STATE))
         if step not in self._details:
@@ -258,6 +294,13 @@ class _Verification:
         return replace(evidence, detail=detail, variables=variables)
 
 
+def _not_resumed(transcript: Transcript) -> str:
+    """Why a script in plain torch was not resumed; "" if it was."""
+    if SAVED not in transcript.about:
+        return "it calls no torch.save with a path in these steps"
+    return "" if LOADED in transcript.about else "it saves, and does not load that when it is run again"
+
+
 def _with_values(found: Difference) -> str:
     return str(found).removeprefix(f"{found.place}: ")
 
@@ -265,7 +308,7 @@ def _with_values(found: Difference) -> str:
 def _only(transcript: Transcript, step: int) -> Transcript:
     """The micro-batches of one step, and what follows."""
     notes = {place: notes for place, notes in transcript.notes.items() if place.step >= step}
-    return Transcript(transcript.plan, notes, transcript.variables)
+    return Transcript(transcript.about, notes, transcript.variables)
 
 
 def _cut(transcript: Transcript, steps: int) -> Transcript:
@@ -275,4 +318,4 @@ def _cut(transcript: Transcript, steps: int) -> Transcript:
         for place, notes in transcript.notes.items()
         if place.step < steps or (place.step == steps and place.kind == STATE)
     }
-    return Transcript(transcript.plan, notes, transcript.variables)
+    return Transcript(transcript.about, notes, transcript.variables)

@@ -14,13 +14,13 @@ Where a way varies several things at once and differs, `parts` says which ways v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from lockstep.formatting import plural
 from lockstep.verify.surroundings import CLOCK, DIRECTORY, HOST, LISTING
 
-Varies = Literal["again", "ranks", "workers", "surroundings", "resume", "evaluation", "strategy"]
+Varies = Literal["again", "ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy"]
 
 HASHES, ZONE = "hash seed", "time zone"
 _ELSEWHERE: Final = (CLOCK, HOST, LISTING, DIRECTORY, HASHES, ZONE)
@@ -56,6 +56,8 @@ class Way:
                 return "the same again"
             case "surroundings":
                 return "another " + ", ".join(_SHIFTED[kind] for kind in self.shifted)
+            case "checkpoint":
+                return "kill -9 after its first checkpoint, and run again"
             case "resume":
                 killed = f"{self.killed_after} steps on {plural(self.ranks, 'rank')}"
                 return f"{killed}, kill -9, the rest on {plural(self.resumed_on, 'rank')}"
@@ -95,6 +97,12 @@ class RunPlan:
     micro_batches: int
     steps: int  #: in which runs are compared
     pass_steps: int  #: after which a pass ends
+    on_gpus: int = 0  #: of this machine; 0: ranks are on CPUs
+
+    @property
+    def most_ranks(self) -> int:
+        """That are tried."""
+        return min(self.micro_batches, _MOST_RANKS, self.on_gpus or _MOST_RANKS)
 
 
 def first_ways() -> tuple[Way, Way]:
@@ -102,17 +110,29 @@ def first_ways() -> tuple[Way, Way]:
     return Way("ranks"), Way("again")
 
 
-def other_ways(plan: RunPlan, strategies: Sequence[str], *, on_gpus: int = 0) -> list[Way]:
-    """All other ways, with the ``strategies`` that are asked for. A pure function."""
-    most = min(plan.micro_batches, _MOST_RANKS, on_gpus or _MOST_RANKS)
-    sizes = [size for size in (2, 3) if size <= most]
-    if odd := next((size for size in range(2, most + 1) if plan.micro_batches % size), None):
+def ways_of_plain() -> list[Way]:
+    """Ways to run a script that does without `Run`."""
+    return [Way("surroundings", shifted=_ELSEWHERE), Way("checkpoint", killed_after=1)]
+
+
+def worlds_and_surroundings(plan: RunPlan) -> list[Way]:
+    """Ways on other numbers of ranks and of loader processes, and elsewhere. A pure function."""
+    sizes = [size for size in (2, 3) if size <= plan.most_ranks]
+    if odd := next((size for size in range(2, plan.most_ranks + 1) if plan.micro_batches % size), None):
         sizes = sorted({*sizes, odd})
     worlds = [Way("ranks", ranks=size, workers=min(2, number)) for number, size in enumerate(sizes, 1)]
     have = {world.workers for world in worlds}
     worlds += [Way("workers", workers=count) for count in (1, 2) if count not in have]
-    ways = [*worlds, Way("surroundings", shifted=_ELSEWHERE)]
-    few, many = min(2, most), min(3, most)
+    return [*worlds, Way("surroundings", shifted=_ELSEWHERE)]
+
+
+def resumes_and_strategies(plan: RunPlan, strategies: Sequence[str], *, worlds_differ: bool) -> list[Way]:
+    """Ways through a kill, without evaluations, and by the ``strategies`` that are asked for. A pure function.
+
+    Where worlds differ, what is resumed stays on one rank, so that it shows what is lost by a resume alone.
+    """
+    few, many = (1, 1) if worlds_differ else (min(2, plan.most_ranks), min(3, plan.most_ranks))
+    ways = []
     # Once within a pass, and once where one ends, with a step before each kill and behind it.
     last = plan.steps - 2
     within = next((step for step in range(last, 0, -1) if step % plan.pass_steps), None)

@@ -85,8 +85,10 @@ def carry_out(subject: Subject, way: Way, request: TranscriptRequest, place: Pat
             before = replace(request, kill_after=way.killed_after)
             end, transcript = _start(subject, way, before, place, "before")
             if end.code not in (None, EXIT_OK) and (end.failure is None or end.failure.collateral):
+                first = transcript
                 end, transcript = _start(subject, replace(way, ranks=way.resumed_on), request, place, "after")
-            elif end.code == EXIT_OK:
+                transcript.about = first.about | transcript.about
+            elif end.code == EXIT_OK and not subject.is_plain:
                 end = QuietEnd(None, f"the script ended before step {way.killed_after + 1}, so it was not killed")
         noted = tuple(reads_in(reads.read_text(encoding="utf-8")))
         return WrittenRun(transcript, end, time.monotonic() - began, noted)
