@@ -10,5 +10,6 @@ verification      all of it; result: what was found; conversion: what a script i
 
 from lockstep.verify.result import VerifyResult, WayResult, report, verdict
 from lockstep.verify.verification import VerifyPlan, verify
+from lockstep.verify.way import Varies
 
-__all__ = ["VerifyPlan", "VerifyResult", "WayResult", "report", "verdict", "verify"]
+__all__ = ["Varies", "VerifyPlan", "VerifyResult", "WayResult", "report", "verdict", "verify"]

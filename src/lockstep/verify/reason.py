@@ -77,17 +77,17 @@ def _of_surroundings(kind: str, evidence: Evidence, source: ScriptSource) -> Rea
     else:
         read, text = _READS[kind]
         lines = _lines_of(read, evidence, source)
-    return Reason(text, _most_telling(lines)) if lines else None
+    return Reason(text, _strongest(lines)) if lines else None
 
 
 def _of_chance(evidence: Evidence, source: ScriptSource) -> Reason | None:
     no_seed = [*source.unseeded_generators(), *_lines_of(CHANCE, evidence, source)]
     if no_seed:
-        return Reason("draws random numbers without a seed", _most_telling(no_seed))
+        return Reason("draws random numbers without a seed", _strongest(no_seed))
     for kind, text in ((CLOCK, "depends on the clock"), (PROCESS, "depends on the number of the process")):
         lines = [line for line in _lines_of(kind, evidence, source) if not _SHOWS.search(line.text)]
         if lines:
-            return Reason(text, _most_telling(lines))
+            return Reason(text, _strongest(lines))
     if lines := source.hash_orders():
         return Reason("depends on an order or a number that each process has for itself: id(...), a set", lines[0])
     if lines := source.calls("Thread", "ThreadPoolExecutor", "Process"):
@@ -105,7 +105,7 @@ def _of_chance(evidence: Evidence, source: ScriptSource) -> Reason | None:
 def _of_ranks(source: ScriptSource, way: Way) -> Reason | None:
     lines = source.rank_reads() if way.varies in ("ranks", "resume", "strategy") else []
     text = "depends on a rank or on the number of ranks: nothing that is computed should"
-    return Reason(text, _most_telling(lines)) if lines else None
+    return Reason(text, _strongest(lines)) if lines else None
 
 
 def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
@@ -167,7 +167,7 @@ def _lines_of(kind: str, evidence: Evidence, source: ScriptSource) -> list[Line]
     return [source.line(file, number) for each, file, number in evidence.reads if each == kind]
 
 
-def _most_telling(lines: Sequence[Line]) -> Line | None:
+def _strongest(lines: Sequence[Line]) -> Line | None:
     """A line that decides or seeds, else one that does not only show something, else the first."""
     for tells in (_DECIDES.search, lambda text: not _SHOWS.search(text), lambda _: True):
         if found := next((line for line in lines if tells(line.text)), None):

@@ -42,7 +42,7 @@ from lockstep.verify.way import (
     ways_of_plain,
     worlds_and_surroundings,
 )
-from lockstep.verify.written_run import Subject, WrittenRun, carry_out
+from lockstep.verify.written_run import VerifiedScript, WrittenRun, carry_out
 
 _MOST_STEPS: Final = 24
 _LEAST_STEPS: Final = 6  # two passes, and a step behind a kill
@@ -94,7 +94,7 @@ class _Verification:
         self._numbers: Final = count()
         self._machine: Final = Machine.detect(os.environ)
         self._uses_run: Final = mentions_lockstep(plan.program)
-        self._subject: Final = Subject(plan.program, not self._uses_run, plan.settings, plan.time_limit_s)
+        self._script: Final = VerifiedScript(plan.program, not self._uses_run, plan.settings, plan.time_limit_s)
         self._source: Final = ScriptSource.of(plan.program)
         self._side_by_side: Final = 1 if self._machine.gpus else max(1, self._machine.cpus // 2)
         self._request = TranscriptRequest(
@@ -182,7 +182,7 @@ class _Verification:
         if detail is not None:
             steps = max(detail + 1, 0 if way.killed_after is None else way.killed_after + 2)
             request = replace(request, detail=detail, steps=steps)
-        return carry_out(self._subject, way, request, self._place / name)
+        return carry_out(self._script, way, request, self._place / name)
 
     def _by_modules(self, way: Way, step: int) -> WrittenRun:
         """Once more, with the outputs of modules and the variables of the script in one step."""

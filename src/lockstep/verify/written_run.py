@@ -45,7 +45,7 @@ class SurroundingsRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class VerifiedScript:
     """What is verified."""
 
     program: Script | Module
@@ -69,7 +69,7 @@ class WrittenRun:
         return self.end.failure
 
 
-def carry_out(subject: Subject, way: Way, request: TranscriptRequest, place: Path) -> WrittenRun:
+def carry_out(script: VerifiedScript, way: Way, request: TranscriptRequest, place: Path) -> WrittenRun:
     """Run the script in one ``way``, with its files in ``place``, which is removed again.
 
     A run that is killed on purpose and goes on counts as one, whose transcript is that of what came after the kill.
@@ -80,15 +80,15 @@ def carry_out(subject: Subject, way: Way, request: TranscriptRequest, place: Pat
         reads = place / "reads"
         reads.touch()
         if way.killed_after is None:
-            end, transcript = _start(subject, way, request, place, "transcript")
+            end, transcript = _start(script, way, request, place, "transcript")
         else:
             before = replace(request, kill_after=way.killed_after)
-            end, transcript = _start(subject, way, before, place, "before")
+            end, transcript = _start(script, way, before, place, "before")
             if end.code not in (None, EXIT_OK) and (end.failure is None or end.failure.collateral):
                 first = transcript
-                end, transcript = _start(subject, replace(way, ranks=way.resumed_on), request, place, "after")
+                end, transcript = _start(script, replace(way, ranks=way.resumed_on), request, place, "after")
                 transcript.about = first.about | transcript.about
-            elif end.code == EXIT_OK and not subject.is_plain:
+            elif end.code == EXIT_OK and not script.is_plain:
                 end = QuietEnd(None, f"the script ended before step {way.killed_after + 1}, so it was not killed")
         noted = tuple(reads_in(reads.read_text(encoding="utf-8")))
         return WrittenRun(transcript, end, time.monotonic() - began, noted)
@@ -97,12 +97,12 @@ def carry_out(subject: Subject, way: Way, request: TranscriptRequest, place: Pat
 
 
 def _start(
-    subject: Subject, way: Way, request: TranscriptRequest, place: Path, name: str
+    script: VerifiedScript, way: Way, request: TranscriptRequest, place: Path, name: str
 ) -> tuple[QuietEnd, Transcript]:
     written = place / name
     written.mkdir()
     surroundings = SurroundingsRequest(
-        str(place / "reads"), way.shifted, isinstance(subject.program, Module), subject.is_plain
+        str(place / "reads"), way.shifted, isinstance(script.program, Module), script.is_plain
     )
     env = {
         TRANSCRIPT: replace(
@@ -112,12 +112,12 @@ def _start(
         **way.variables,
     }
     directory = _mirror(place / "elsewhere") if DIRECTORY in way.shifted else None
-    name_of_program = subject.program.name
-    if isinstance(subject.program, Script):
+    name_of_program = script.program.name
+    if isinstance(script.program, Script):
         name_of_program = str(Path(name_of_program).absolute())
-    program = Module(_PROCESS, (name_of_program, *subject.program.args))
-    if subject.is_plain:
-        end = _start_alone(program, env, directory, subject.time_limit_s)
+    program = Module(_PROCESS, (name_of_program, *script.program.args))
+    if script.is_plain:
+        end = _start_alone(program, env, directory, script.time_limit_s)
         return end, Transcript.read(written)
     saves = {"checkpoint": str(place / "checkpoints")}
     if way.killed_after is not None:
@@ -126,11 +126,11 @@ def _start(
         program,
         place / "run",
         way.ranks,
-        settings=saves | way.settings(subject.settings),
+        settings=saves | way.settings(script.settings),
         resume=name == "after",
         env=env,
         directory=directory,
-        time_limit_s=subject.time_limit_s,
+        time_limit_s=script.time_limit_s,
         copied=HASHES not in way.shifted,  # for which Python begins anew
     )
     return run.carry_out(), Transcript.read(written)
