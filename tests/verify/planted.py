@@ -198,7 +198,10 @@ FAULTS: dict[str, Planted] = {
     "classes_of_a_set": Planted(
         "hash seed",
         "",
-        {"samples": "classes = list({'cat', 'dog', 'cow'})  # here\nself.y = (self.y + classes.index('cat')) % 3"},
+        {
+            "samples": "classes = list({f'class {number}' for number in range(30)})  # here\n"
+            "self.x = self.x + classes.index('class 3')"
+        },
     ),
     "local_time": Planted(
         "time zone", "", {"before": "hour = time.localtime(0).tm_hour  # here", "loss": "loss = loss * (1 + hour)"}

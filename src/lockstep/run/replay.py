@@ -240,7 +240,7 @@ class Replays:
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
         is_noted = _is_compared(position) or (self._notes_all and not position.is_padding)
-        self.play = Play(_generators(self._state.models)) if is_noted else None
+        self.play = Play(_generators(self._state.models) if _is_compared(position) else {}) if is_noted else None
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""

@@ -1,4 +1,4 @@
-"""What tests of training code need: real ranks for a function call, a hash of what they trained, faults, laws, scripts."""
+"""What tests of training code need: real ranks for one function, a hash of what they trained, faults, laws, scripts."""
 
 from lockstep.faults import FaultPlan
 from lockstep.testing.hashes import state_hash

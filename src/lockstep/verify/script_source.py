@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -219,7 +219,7 @@ class ScriptSource:
         """By the last part of a name: the lines that set or change it, each with how much it tells."""
         if not self._sets:
             for file, tree in self.trees.items():
-                for line, name, rank in _sets_in(tree, in_function="", in_loop=False):
+                for line, name, rank in _sets_in(tree, _Scope(trains=True)):
                     self._sets.setdefault(name, []).append((rank, self.line(file, line)))
         return self._sets
 
@@ -228,31 +228,50 @@ _RANK_READS: Final = {"rank", "world_size", "local_rank", "leads", "local_size"}
 _RANK_VARIABLES: Final = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID", "LOCAL_WORLD_SIZE", "GROUP_RANK"}
 
 
-def _sets_in(node: ast.AST, in_function: str, *, in_loop: bool) -> Iterator[tuple[int, str, int]]:
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """Where a statement stands."""
+
+    function: str = ""
+    in_loop: bool = False
+    trains: bool = False  #: whether the loop over micro-batches is in the same function
+
+    @property
+    def tells(self) -> int:
+        """How much a change here tells: one in a loop more than one that is made once, as in ``__init__``."""
+        return (self.function not in ("", "__init__", "main")) + 2 * self.in_loop
+
+
+def _sets_in(node: ast.AST, scope: _Scope) -> Iterator[tuple[int, str, int]]:
+    """The lines below ``node`` that set or change something: its last name, and how much the line tells."""
     for child in ast.iter_child_nodes(node):
-        inside, loop = in_function, in_loop
+        inner = scope
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            inside, loop = getattr(child, "name", "lambda"), False
-        loop = loop or isinstance(child, ast.For | ast.While)
-        made_once = 0 if in_function in ("", "__init__") or (not in_loop and in_function == "main") else 1
-        base = made_once + (2 if in_loop else 0)
+            inner = _Scope(getattr(child, "name", "lambda"), trains=_trains(child))
+        elif isinstance(child, ast.For | ast.While):
+            inner = replace(scope, in_loop=True)
+        changes: Sequence[ast.expr]
         match child:
-            case ast.Assign(targets=targets):
-                for target in targets:
-                    for name in _targets(target):
-                        yield child.lineno, name, base + _generator_bonus(child.value)
+            case ast.Assign(targets=targets, value=value):
+                changes, more = targets, _generator_bonus(value)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                for name in _targets(target):
-                    yield child.lineno, name, base + _generator_bonus(value)
+                changes, more = [target], _generator_bonus(value)
             case ast.AugAssign(target=target):
-                for name in _targets(target):
-                    yield child.lineno, name, base + 4
+                changes, more = [target], 4
             case ast.Call(func=ast.Attribute(attr=change, value=owner)) if change in _CHANGES:
-                if name := _name_of(owner):
-                    yield child.lineno, name, base + 3
+                changes, more = [owner], 3
             case _:
-                pass
-        yield from _sets_in(child, inside, in_loop=loop)
+                changes, more = [], 0
+        for each in changes:
+            for name, is_variable in _targets(each):
+                # A variable that the loop reads is one of its function; an attribute may be set anywhere.
+                is_other = is_variable and not scope.trains and scope.function
+                yield each.lineno, name, scope.tells + more - (20 if is_other else 0)
+        yield from _sets_in(child, inner)
+
+
+def _trains(node: ast.AST) -> bool:
+    return any(isinstance(each, ast.For) and _calls(each.iter, "train") for each in ast.walk(node))
 
 
 def _generator_bonus(value: ast.expr) -> int:
@@ -260,10 +279,11 @@ def _generator_bonus(value: ast.expr) -> int:
     return 9 if any(isinstance(n, ast.Call) and _name_of(n.func) in _GENERATORS for n in ast.walk(value)) else 0
 
 
-def _targets(target: ast.expr) -> Iterator[str]:
+def _targets(target: ast.expr) -> Iterator[tuple[str, bool]]:
+    """What an assignment to ``target`` sets: the last name of each, and whether that is a variable."""
     match target:
         case ast.Name(id=name) | ast.Attribute(attr=name):
-            yield name
+            yield name, isinstance(target, ast.Name)
         case ast.Subscript(value=value) | ast.Starred(value=value):
             yield from _targets(value)
         case ast.Tuple(elts=parts) | ast.List(elts=parts):
@@ -308,7 +328,7 @@ def _is_set(node: ast.AST, names: Collection[str]) -> bool:
 
 def _read_first(loop: ast.For) -> set[str]:
     """Names that the body of ``loop`` may read before it has set them."""
-    known = set(_targets(loop.target))
+    known = {name for name, _ in _targets(loop.target)}
     read: set[str] = set()
 
     def go(node: ast.AST) -> None:
@@ -319,7 +339,7 @@ def _read_first(loop: ast.For) -> set[str]:
             case ast.Name(id=name):
                 known.add(name)
             case ast.AugAssign(target=target, value=value):
-                read.update(name for name in _targets(target) if name not in known)
+                read.update(name for name, _ in _targets(target) if name not in known)
                 go(value)
                 go(target)
             case ast.Assign(targets=targets, value=value):

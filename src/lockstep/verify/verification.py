@@ -20,11 +20,12 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from lockstep.errors import LaunchError
+from lockstep.errors import LaunchError, SettingError
 from lockstep.formatting import duration, plural
 from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, own_files
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategies import import_strategy
+from lockstep.strategy_words import SAME_BITS, split
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
 from lockstep.verify.conversion import to_change
 from lockstep.verify.difference import Difference, aligned, described, first_difference, other_variables
@@ -33,7 +34,9 @@ from lockstep.verify.reason import Evidence, Reason, reason_of
 from lockstep.verify.result import VerifyResult, WayResult
 from lockstep.verify.script_source import ScriptSource
 from lockstep.verify.side_by_side import side_by_side
+from lockstep.verify.surroundings import DIRECTORY
 from lockstep.verify.way import (
+    MOST_RANKS,
     RunPlan,
     Varies,
     Way,
@@ -79,6 +82,12 @@ def verify(plan: VerifyPlan, say: Say = lambda _: None) -> VerifyResult:
         LaunchError: if the script fails as it is, or trains no step.
     """
     check_program(plan.program)
+    for strategy in plan.strategies:
+        if (name := split(strategy)[0]) not in SAME_BITS:
+            raise SettingError(
+                f"--strategies {strategy}: {name} computes something else by design; of equal bits are "
+                f"{', '.join(sorted(SAME_BITS))}"
+            )
     import_torch()
     import_strategy("ddp")
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as place:
@@ -94,7 +103,9 @@ class _Verification:
         self._numbers: Final = count()
         self._machine: Final = Machine.detect(os.environ)
         self._uses_run: Final = mentions_lockstep(plan.program)
-        self._script: Final = VerifiedScript(plan.program, not self._uses_run, plan.settings, plan.time_limit_s)
+        shared = {"rehearse": "true"} if 0 < self._machine.gpus < MOST_RANKS else {}
+        settings = {**shared, **plan.settings}
+        self._script: Final = VerifiedScript(plan.program, not self._uses_run, settings, plan.time_limit_s)
         self._source: Final = ScriptSource.of(plan.program)
         self._side_by_side: Final = 1 if self._machine.gpus else max(1, self._machine.cpus // 2)
         self._request = TranscriptRequest(
@@ -143,7 +154,7 @@ class _Verification:
 
     def _other_ways(self, reference: WrittenRun) -> Iterator[WayResult]:
         micro_batches = int(reference.transcript.about.get("micro_batches", ("1", "1"))[0])
-        plan = RunPlan(micro_batches, self._request.steps, _PASS_STEPS, self._machine.gpus)
+        plan = RunPlan(micro_batches, self._request.steps, _PASS_STEPS)
         runs = len(worlds_and_surroundings(plan)) + 5 + len(self._plan.strategies)
         self._request = replace(self._request, steps=self._steps_that_fit(reference, runs))
         plan = replace(plan, steps=self._request.steps)
@@ -212,11 +223,12 @@ class _Verification:
         read = {kind for kind, _, _ in (*reference.reads, *run.reads)}
         # One after another, what lines of the script have read before the rest: the first that differs is enough.
         parts = sorted(way.parts, key=lambda part: not read & set(part.shifted))
-        found = []
+        found: list[WayResult] = []
         while parts and not any(one.status == "differs" for one in found):
             some, parts = parts[: self._side_by_side], parts[self._side_by_side :]
             found += [self._compared(each, reference, ran) for each, ran in zip(some, self._all(some), strict=True)]
-        return found if any(one.status == "differs" for one in found) else [self._compared(way, reference, run)]
+        # A script that fails in another directory, as by a path that leads out of it, is told in a note of that part.
+        return found if any(one.status != "equal" for one in found) else [self._compared(way, reference, run)]
 
     def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
         """The first difference, or why the run failed; None if all is equal."""
@@ -249,7 +261,7 @@ class _Verification:
             result,
             status="differs",
             place=str(found.place),
-            what=str(found).partition(": ")[2] if not found.value + found.other else _with_values(found),
+            what=str(found).removeprefix(f"{found.place}: "),
             module=described(detail.what) if detail is not None and detail.what != found.what else "",
             reason=reason.text,
             file=reason.line.file if reason.line else "",
@@ -259,7 +271,7 @@ class _Verification:
 
     def _failed(self, result: WayResult, way: Way, run: WrittenRun, cause: str) -> WayResult:
         failure = run.failure
-        if way.varies == "evaluation" or "directory" in way.shifted[:1] * (len(way.shifted) == 1):
+        if way.varies == "evaluation" or way.shifted == (DIRECTORY,):
             return replace(result, status="note", reason=f"it does not run so: {cause}")
         if failure is None:
             return replace(result, status="differs", place="at its end", what=cause, reason="the run failed")
@@ -269,7 +281,7 @@ class _Verification:
             status="differs",
             place=f"after step {run.transcript.steps}",
             what=f"it fails: {failure.kind.rpartition('.')[2]}",
-            reason=failure.message,
+            reason=failure.message.partition("\n")[0],
             file=line.file,
             line=line.number,
             source=line.text or failure.source,
@@ -299,10 +311,6 @@ def _not_resumed(transcript: Transcript) -> str:
     if SAVED not in transcript.about:
         return "it calls no torch.save with a path in these steps"
     return "" if LOADED in transcript.about else "it saves, and does not load that when it is run again"
-
-
-def _with_values(found: Difference) -> str:
-    return str(found).removeprefix(f"{found.place}: ")
 
 
 def _only(transcript: Transcript, step: int) -> Transcript:

@@ -34,7 +34,7 @@ _SHIFTED: Final = {
 }
 #: Of the environment, to shift a kind of surroundings.
 _VARIABLES: Final = {HASHES: {"PYTHONHASHSEED": "4711"}, ZONE: {"TZ": "XYZ-13:30"}}
-_MOST_RANKS: Final = 4
+MOST_RANKS: Final = 4  #: on which a script is tried
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +97,11 @@ class RunPlan:
     micro_batches: int
     steps: int  #: in which runs are compared
     pass_steps: int  #: after which a pass ends
-    on_gpus: int = 0  #: of this machine; 0: ranks are on CPUs
 
     @property
     def most_ranks(self) -> int:
         """That are tried."""
-        return min(self.micro_batches, _MOST_RANKS, self.on_gpus or _MOST_RANKS)
+        return min(self.micro_batches, MOST_RANKS)
 
 
 def first_ways() -> tuple[Way, Way]:
