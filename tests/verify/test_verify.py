@@ -11,6 +11,8 @@ from planted import FAULTS, MARK, SCRIPT, VARIES, Planted
 
 import lockstep.testing
 from lockstep.cli import main
+from lockstep.cli.verify import said_of
+from lockstep.launch import Script, sources_hash
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -55,6 +57,29 @@ def test_the_command_prints_a_table_and_writes_what_it_found(tmp_path, monkeypat
     assert not result["equal"]
     assert result["ways"][1]["place"] == "micro-batch 2 of step 1"
     assert os.listdir(tmp_path) == ["verify.json", "train.py"] or len(os.listdir(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "verified: equal in 2 ways"),
+        ({"equal": False}, "not the same in 1 way"),
+        ({"sha256": "of another one"}, ""),
+        ({"ways": 3}, ""),
+        ({"ways": [3, None]}, "equal in 0 ways"),
+    ],
+)
+def test_a_later_run_says_what_was_verified(tmp_path, monkeypatch, change, says):
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    program = Script("train.py")
+    ways = [{"status": status} for status in ("equal", "equal", "differs", "left out")]
+    written = {"sha256": sources_hash(program), "equal": True, "ways": ways}
+    Path("verify.json").write_text(json.dumps(written | change))
+    assert said_of(program)[: len(says)] == says or says in said_of(program)
+    assert bool(said_of(program)) == bool(says)
+    Path("verify.json").write_text("[")
+    assert said_of(program) == ""
 
 
 @pytest.mark.parametrize(

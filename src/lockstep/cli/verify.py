@@ -6,17 +6,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.cli.command import Command, Parser, ScriptParser
 from lockstep.cli.setting_options import read_set
 from lockstep.errors import SettingError
+from lockstep.formatting import plural
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
+from lockstep.records import read_object
 from lockstep.settings import Settings, parse
 from lockstep.strategy_words import split
 
+if TYPE_CHECKING:  # they load what a command needs that starts ranks
+    from lockstep.launch import Module, Script
+
+FILE: Final = "verify.json"
 #: What ways vary, beside running the script again; as `lockstep.verify.way.Varies` names it.
-_VARIED = ("ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy")
+_VARIED: Final = ("ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy")
 
 
 def verify_options() -> Parser:
@@ -37,7 +43,7 @@ def verify_options() -> Parser:
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the script's run"
     )
-    parser.add_argument("--out", default="verify.json", metavar="FILE", help="what was found (default: verify.json)")
+    parser.add_argument("--out", default=FILE, metavar="FILE", help=f"what was found (default: {FILE})")
     parser.add_argument(
         "--only", default=[], choices=_VARIED, help=f"what is varied: {', '.join(_VARIED)} (default: all)", **several
     )
@@ -69,6 +75,27 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     result.write(out)
     print(result.to_json() if parsed.json else "\n".join(report(result)))
     return EXIT_OK if result.is_equal else EXIT_FAILED
+
+
+def said_of(program: Script | Module) -> str:
+    """What `verify.json` in the working directory says of ``program``, in a line; "" if nothing.
+
+    Whatever is in that file, it ends nothing.
+    """
+    # Late, for what it loads is needed where there is such a file only.
+    from lockstep.launch import sources_hash
+
+    try:
+        result = read_object(FILE)
+    except (OSError, ValueError):
+        return ""
+    ways = result.get("ways")
+    if result.get("sha256") != sources_hash(program) or not isinstance(ways, list):
+        return ""
+    counted = [way.get("status") for way in ways if isinstance(way, dict)]
+    if result.get("equal") is True:
+        return f"verified: equal in {plural(counted.count('equal'), 'way')} ({FILE})"
+    return f"{FILE}: this script is not the same in {plural(counted.count('differs'), 'way')} to run it"
 
 
 def _say(text: str) -> None:

@@ -16,7 +16,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_
 from lockstep.launch.host import Machine
 from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.program import asks_for_help, check_program, show_help, source_file
-from lockstep.launch.program_sources import mentions_lockstep, own_files, unread_options
+from lockstep.launch.program_sources import mentions_lockstep, own_files, sources_hash, unread_options
 from lockstep.launch.quiet_run import QuietEnd, QuietRun
 from lockstep.launch.request import (
     Executable,
@@ -74,6 +74,7 @@ __all__ = [
     "ranks_of",
     "show_help",
     "source_file",
+    "sources_hash",
     "start",
     "unread_options",
     "versions",

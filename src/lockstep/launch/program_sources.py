@@ -34,6 +34,13 @@ def source_hashes(program: Program) -> Mapping[str, str]:
     return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in own_files(program, _MOST_FILES)}
 
 
+def sources_hash(program: Program) -> str:
+    """The SHA-256 of the program's own files together: of what `own_files` gives."""
+    import hashlib  # late, as above
+
+    return hashlib.sha256(b"\0".join(content for _, content in own_files(program))).hexdigest()
+
+
 def mentions_lockstep(program: Program) -> bool:
     """Whether the ranks of ``program`` probably use `Run`: a file of its own mentions Lockstep, or it is a function."""
     if isinstance(program, Function):

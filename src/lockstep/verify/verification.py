@@ -8,7 +8,6 @@ a second pass of what differs    with hooks on modules, and the variables of the
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import tempfile
@@ -22,7 +21,7 @@ from typing import Final
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.formatting import duration, plural
-from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, own_files
+from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, sources_hash
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategies import import_strategy
 from lockstep.strategy_words import SAME_BITS, split
@@ -141,10 +140,9 @@ class _Verification:
             results.append(WayResult("all other ways", "left out", reason=text))
         else:
             results += self._other_ways(reference)
-        digest = hashlib.sha256(b"\0".join(content for _, content in own_files(self._plan.program))).hexdigest()
         return VerifyResult(
             script=self._plan.program.name,
-            sha256=digest,
+            sha256=sources_hash(self._plan.program),
             steps=self._request.steps,
             took_s=round(time.monotonic() - self._began_s, 1),
             uses_run=self._uses_run,
