@@ -95,6 +95,7 @@ class Transcript:
     about: dict[str, tuple[str, str]] = field(default_factory=dict)
     notes: dict[Place, dict[str, tuple[str, str]]] = field(default_factory=dict)
     variables: dict[Place, dict[str, tuple[str, str]]] = field(default_factory=dict)  #: by the micro-batch's place
+    resumed_at: int = 0  #: the step from whose checkpoint the run went on; 0: it did not
 
     @classmethod
     def read(cls, directory: Path) -> Self:
@@ -109,6 +110,12 @@ class Transcript:
     def steps(self) -> int:
         """After how many steps the last state was."""
         return max((place.step for place in self.notes if place.kind == STATE), default=0)
+
+    def followed_by(self, rest: Self) -> Self:
+        """This one up to where ``rest`` was resumed, and that."""
+        at = rest.first_step()
+        before = {place: notes for place, notes in self.notes.items() if place.step < at}
+        return type(self)(self.about | rest.about, before | rest.notes, self.variables | rest.variables, at)
 
     def first_step(self) -> int:
         """After how many steps the first state was: more than 0 in a run that was resumed."""

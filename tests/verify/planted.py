@@ -272,7 +272,7 @@ FAULTS: dict[str, Planted] = {
         },
     ),
     "cache_of_augmented_samples": Planted(
-        RESUME,
+        RANKS,
         "sample",
         {"samples": "self.cache = {}", "getitem": "x = self.cache.setdefault(index, x)  # here"},
     ),

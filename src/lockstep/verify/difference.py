@@ -12,6 +12,7 @@ from lockstep.transcript import MICRO_BATCH, SAID, STATE, STOPPED, Notes, Place,
 _NOTHING: Final = "", ""
 #: What a run has no notes of, if its ranks hold parts of a model, or compute several micro-batches at once.
 _MAY_LACK: Final = re.compile(r"the (gradient|output|buffer|loss|count|random numbers)|what run\.step was given")
+STEPS: Final = "how many steps are trained"  #: what differs where one run trains more of them
 _STATE_NAME: Final = re.compile(r"state\.(models|optimizers|schedulers)\.(\d+)\.(.+)")
 
 
@@ -45,14 +46,14 @@ def described(what: str) -> str:
 def first_difference(reference: Transcript, other: Transcript) -> Difference | None:
     """What the two have otherwise first, in the order in which a run comes to it; None if nothing.
 
-    Of a run that was resumed, what came after the checkpoint is compared.
+    Of a run that failed, what came before the step in which it did is compared.
     """
     first, last = other.first_step(), min(reference.steps, other.steps)
     for place in sorted(reference.notes.keys() | other.notes.keys()):
         if place.step < first or place.step > last or (place.step == last and place.kind != STATE):
             continue
         # What was logged up to the checkpoint is not logged again.
-        if place.kind == SAID and place.step == first and first:
+        if place.kind == SAID and place.step == other.resumed_at and place.step:
             continue
         here, there = reference.notes.get(place), other.notes.get(place)
         if here is None or there is None:
@@ -64,7 +65,7 @@ def first_difference(reference: Transcript, other: Transcript) -> Difference | N
     shorter = min(reference, other, key=lambda each: each.steps)
     if reference.steps != other.steps and STOPPED not in shorter.about:
         step = Place.of(STATE, last)
-        return Difference(step, "how many steps are trained", str(reference.steps), str(other.steps))
+        return Difference(step, STEPS, str(reference.steps), str(other.steps))
     return None
 
 

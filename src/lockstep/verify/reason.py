@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.transcript import MICRO_BATCH, SAID
-from lockstep.verify.difference import Difference
+from lockstep.verify.difference import STEPS, Difference
 from lockstep.verify.script_source import Line, ScriptSource
 from lockstep.verify.surroundings import CHANCE, CLOCK, DIRECTORY, HOST, LISTING, PROCESS
 from lockstep.verify.way import HASHES, ZONE, Way
@@ -103,7 +103,7 @@ def _of_chance(evidence: Evidence, source: ScriptSource) -> Reason | None:
 
 
 def _of_ranks(source: ScriptSource, way: Way) -> Reason | None:
-    lines = source.rank_reads() if way.varies in ("ranks", "resume", "strategy") else []
+    lines = source.rank_reads() if max(way.ranks, way.resumed_on) > 1 else []
     text = "depends on a rank or on the number of ranks: nothing that is computed should"
     return Reason(text, _strongest(lines)) if lines else None
 
@@ -118,9 +118,9 @@ def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
         needed = source.followed(source.names_given("log", "measure"))
     elif place.kind != MICRO_BATCH:
         needed = needed | source.followed(source.names_given("log", "scheduler", "optimizer", "keep"))
-    chosen = [path for path in variables if source.names(path)[0] in live | needed and set(source.names(path)) & needed]
-    for path in chosen:
-        line = source.set_at(path)
+    for path in variables:
+        *owners, name = source.names(path)
+        line = source.set_at(path) if name in needed and (owners or name in live | needed) else None
         if line is None:
             continue
         values = " was {}, and then {}".format(*variables[path]) if all(variables[path]) else " held other values"
@@ -139,8 +139,10 @@ def _of_place(evidence: Evidence, source: ScriptSource) -> Reason:
             f"first in the {'backward' if 'gradient' in first.what else 'forward'} of {found['name']} ({found['kind']})"
         )
         return Reason(text, source.class_at(found["kind"]))
-    if what == "how many steps are trained":
+    if what == STEPS:
         return Reason("the training ends after another number of steps", _first(source.breaks()))
+    if what.startswith("sample 0") and (lines := source.breaks()):
+        return Reason("the loop over a pass is left after another step, or the samples are others", lines[0])
     if what.startswith(("sample", "the samples", "batch")):
         return Reason("the data set, its sampler or the collate function gives other samples", _of_dataset(source))
     if found := re.match(r"run\.(?:log|metrics)(?:\['|\()(\w+)", what):

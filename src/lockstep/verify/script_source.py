@@ -166,9 +166,12 @@ class ScriptSource:
         return None
 
     def breaks(self) -> list[Line]:
-        """The lines that leave a loop, or the script."""
-        found = [(file, node.lineno) for file, node in self.nodes() if isinstance(node, ast.Break)]
-        return [self.line(*place) for place in found] + self.calls("exit")
+        """The lines that leave the loop over a pass."""
+        loops = [
+            (file, node) for file, node in self.nodes() if isinstance(node, ast.For) and _calls(node.iter, "train")
+        ]
+        found = [(file, each.lineno) for file, loop in loops for each in ast.walk(loop) if isinstance(each, ast.Break)]
+        return [self.line(*place) for place in found]
 
     def names_given(self, *methods: str) -> set[str]:
         """Names in the arguments of all calls of ``methods``."""

@@ -27,7 +27,7 @@ from lockstep.strategies import import_strategy
 from lockstep.strategy_words import SAME_BITS, split
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
 from lockstep.verify.conversion import to_change
-from lockstep.verify.difference import Difference, aligned, described, first_difference, other_variables
+from lockstep.verify.difference import STEPS, Difference, aligned, described, first_difference, other_variables
 from lockstep.verify.plain_script import LOADED, SAVED
 from lockstep.verify.reason import Evidence, Reason, reason_of
 from lockstep.verify.result import VerifyResult, WayResult
@@ -173,7 +173,11 @@ class _Verification:
             yield self._compared(way, reference, run)
 
     def _wanted(self, ways: Sequence[Way]) -> list[Way]:
-        return [way for way in ways if not self._plan.only or way.varies in self._plan.only]
+        only = self._plan.only
+        if not only:
+            return list(ways)
+        found = (each for way in ways for each in ([way] if way.varies in only else way.parts))
+        return [way for way in found if way.varies in only]
 
     # ---- running -------------------------------------------------------------------------------------------------
 
@@ -229,10 +233,11 @@ class _Verification:
         return found if any(one.status != "equal" for one in found) else [self._compared(way, reference, run)]
 
     def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
-        """The first difference, or why the run failed; None if all is equal."""
-        if run.end.code != EXIT_OK:
-            return run.end.cause or f"exit code {run.end.code}"
-        return first_difference(reference.transcript, run.transcript)
+        """The first difference, also before the run failed, or why it did; None if all is equal."""
+        found = first_difference(reference.transcript, run.transcript)
+        if run.end.code == EXIT_OK or (found is not None and found.what != STEPS):
+            return found
+        return run.end.cause or f"exit code {run.end.code}"
 
     def _compared(self, way: Way, reference: WrittenRun, run: WrittenRun) -> WayResult:
         if way.varies == "checkpoint" and run.end.code == EXIT_OK:
@@ -255,11 +260,12 @@ class _Verification:
         evidence = self._looked_at(Evidence(way, found, reads=(*reference.reads, *run.reads)))
         reason = self._reasons.setdefault((way.varies, found.what), reason_of(evidence, self._source))
         detail = evidence.detail
+        fails = "" if run.end.code == EXIT_OK else f"; later it fails: {run.end.cause}"
         return replace(
             result,
             status="differs",
             place=str(found.place),
-            what=str(found).removeprefix(f"{found.place}: "),
+            what=str(found).removeprefix(f"{found.place}: ") + fails,
             module=described(detail.what) if detail is not None and detail.what != found.what else "",
             reason=reason.text,
             file=reason.line.file if reason.line else "",

@@ -72,7 +72,7 @@ class WrittenRun:
 def carry_out(script: VerifiedScript, way: Way, request: TranscriptRequest, place: Path) -> WrittenRun:
     """Run the script in one ``way``, with its files in ``place``, which is removed again.
 
-    A run that is killed on purpose and goes on counts as one, whose transcript is that of what came after the kill.
+    A run that is killed on purpose and goes on counts as one.
     """
     began = time.monotonic()
     place.mkdir(parents=True)
@@ -87,7 +87,10 @@ def carry_out(script: VerifiedScript, way: Way, request: TranscriptRequest, plac
             if end.code not in (None, EXIT_OK) and (end.failure is None or end.failure.collateral):
                 first = transcript
                 end, transcript = _start(script, replace(way, ranks=way.resumed_on), request, place, "after")
-                transcript.about = first.about | transcript.about
+                if script.is_plain:  # which counts its steps from 0 again
+                    transcript.about = first.about | transcript.about
+                else:
+                    transcript = first.followed_by(transcript)
             elif end.code == EXIT_OK and not script.is_plain:
                 end = QuietEnd(None, f"the script ended before step {way.killed_after + 1}, so it was not killed")
         noted = tuple(reads_in(reads.read_text(encoding="utf-8")))
