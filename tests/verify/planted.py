@@ -307,7 +307,7 @@ FAULTS: dict[str, Planted] = {
     "worker_number_in_the_samples": Planted(
         LOADER,
         "sample",
-        {"getitem": "info = torch.utils.data.get_worker_info()\nx = x + (0 if info is None else info.id + 1)  # here"},
+        {"getitem": "info = torch.utils.data.get_worker_info()  # here\nx = x + (0 if info is None else info.id + 1)"},
     ),
     "sample_count_in_the_data_set": Planted(
         LOADER,

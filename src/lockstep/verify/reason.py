@@ -63,6 +63,8 @@ def reason_of(evidence: Evidence, source: ScriptSource) -> Reason:
         found = _of_surroundings(way.shifted[0], evidence, source)
     elif way.varies == "again":
         found = _of_chance(evidence, source)
+    elif way.varies == "workers" and (lines := source.calls("get_worker_info")):
+        found = Reason("depends on which loader process a sample is read in", lines[0])
     elif not first.place.step and first.place.kind != MICRO_BATCH:
         found = _of_ranks(source, way) or _of_variables(evidence, source)
     else:

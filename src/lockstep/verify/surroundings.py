@@ -9,8 +9,10 @@ Calls by installed packages, by Lockstep and by Python's own library get what th
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import functools
+import gc
 import glob
 import os
 import pathlib
@@ -22,8 +24,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from datetime import datetime as PlainDatetime
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from lockstep.heartbeat import is_users
 
@@ -58,8 +59,8 @@ class Surroundings:
             self._put(time, name, CLOCK, functools.partial(_later, now, 1e9 if name.endswith("_ns") else 1.0))
         for name in ("localtime", "gmtime", "ctime", "strftime"):
             self._put(time, name, CLOCK)
-        _WatchedDatetime.note, _WatchedDatetime.shifts = self._note, CLOCK in self._shifted
-        vars(datetime)["datetime"] = _WatchedDatetime
+        for kind, name in ((datetime.datetime, "now"), (datetime.datetime, "utcnow"), (datetime.date, "today")):
+            self._watch_date(kind, name)
         self._put_all(HOST, {socket: ["gethostname"], platform: ["node"]}, lambda _: "another-host")
         listings = {os: ["listdir"], glob: ["glob"], pathlib.Path: ["iterdir", "glob", "rglob"]}
         self._put_all(LISTING, listings, lambda found: list(found)[::-1])
@@ -98,6 +99,17 @@ class Surroundings:
 
         setattr(owner, name, watched)
 
+    def _watch_date(self, kind: type[datetime.date], name: str) -> None:
+        plain = vars(kind)[name]
+
+        def watched(cls: type, *args: Any, **options: Any) -> Any:
+            now = plain.__get__(None, cls)(*args, **options)
+            if not (self._note(CLOCK, 2) and CLOCK in self._shifted):
+                return now
+            return now + datetime.timedelta(seconds=_OFFSET_S + (time.time() - _BEGAN_S) * _RATE)
+
+        _set_on_compiled(kind, name, classmethod(watched))
+
     def _note(self, kind: str, depth: int) -> bool:
         """Whether a line of the script's own is the caller, which is then noted."""
         frame = sys._getframe(depth)
@@ -111,36 +123,11 @@ class Surroundings:
         return True
 
 
-class _OfAnyDatetime(type):
-    """Values of the class that is replaced are of its replacement, too."""
-
-    def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, PlainDatetime)
-
-
-class _WatchedDatetime(PlainDatetime, metaclass=_OfAnyDatetime):
-    """In the place of `datetime.datetime`, whose own methods nothing can take the place of."""
-
-    note: ClassVar[Callable[[str, int], bool]]
-    shifts: ClassVar[bool]
-
-    @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
-        return cls._shifted(PlainDatetime.now(tz))
-
-    @classmethod
-    def utcnow(cls) -> Any:
-        return cls._shifted(PlainDatetime.now(datetime.UTC).replace(tzinfo=None))
-
-    @classmethod
-    def today(cls) -> Any:
-        return cls._shifted(PlainDatetime.now())
-
-    @classmethod
-    def _shifted(cls, now: PlainDatetime) -> PlainDatetime:
-        if not (cls.note(CLOCK, 3) and cls.shifts):
-            return now
-        return now + datetime.timedelta(seconds=_OFFSET_S + (time.time() - _BEGAN_S) * _RATE)
+def _set_on_compiled(kind: type, name: str, value: object) -> None:
+    """Give a compiled class another method; libraries that were compiled for it would not bear another class."""
+    (held,) = (each for each in gc.get_referents(vars(kind)) if isinstance(each, dict))
+    held[name] = value
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
 
 
 def reads_in(text: str) -> Iterator[tuple[str, str, int]]:
