@@ -326,8 +326,8 @@ FAULTS: dict[str, Planted] = {
         {
             "before": "teacher = Net().requires_grad_(False).eval()\nteacher.load_state_dict(model.state_dict())",
             "loss": "loss = loss + F.mse_loss(model(x).softmax(1), teacher(x).softmax(1))",
-            "stepped": "for t, p in zip(teacher.parameters(), model.parameters()):\n"
-            "    t.data.lerp_(p.data, 0.1)  # here",
+            "stepped": "for t, p in zip(teacher.parameters(), model.parameters()):  # here\n"
+            "    t.data.lerp_(p.data, 0.1)",
         },
     ),
     "count_of_steps_not_kept": Planted(
@@ -357,7 +357,7 @@ FAULTS: dict[str, Planted] = {
         RESUME,
         "sample",
         {
-            "before": "hard = []",
+            "run": "hard = []",
             "stepped": "hard.append(float(next(model.parameters()).detach().sum()))  # here",
         },
         (

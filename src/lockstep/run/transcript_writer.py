@@ -196,7 +196,7 @@ class TranscriptWriter:
         if play is None:
             return
         known = (name for model in self._context.state.models for name, each in model.named_modules() if each is module)
-        name = f"{next(known, '') or 'the model'} ({type(module).__name__})"
+        name = f"{next(known, 'a module beside the models') or 'the model'} ({type(module).__name__})"
         self._calls[name] += 1
         call = f", call {self._calls[name]}" if self._calls[name] > 1 else ""
         leaves, _ = torch.utils._pytree.tree_flatten(output)

@@ -112,7 +112,7 @@ def _of_ranks(source: ScriptSource, way: Way) -> Reason | None:
 
 def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
     variables = evidence.variables or {}
-    live, needed = source.read_by_body()
+    dead, needed = source.read_by_body()
     what, place = evidence.difference.what, evidence.difference.place
     if what.startswith(("sample", "the samples")):
         needed = source.followed(source.names_given("loader"))
@@ -121,8 +121,9 @@ def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
     elif place.kind != MICRO_BATCH:
         needed = needed | source.followed(source.names_given("log", "scheduler", "optimizer", "keep"))
     for path in variables:
-        *owners, name = source.names(path)
-        line = source.set_at(path) if name in needed and (owners or name in live | needed) else None
+        root, *parts = source.names(path)
+        name = parts[-1] if parts and parts[-1] in needed else root  # of an object, what is in it may have any name
+        line = source.set_at(name) if name in needed and root not in dead else None
         if line is None:
             continue
         values = " was {}, and then {}".format(*variables[path]) if all(variables[path]) else " held other values"

@@ -186,16 +186,16 @@ class ScriptSource:
     # ---- what a body reads ---------------------------------------------------------------------------------------
 
     def read_by_body(self) -> tuple[set[str], set[str]]:
-        """Names that bodies of ``run.train`` read before they set them, and all names that their losses depend on."""
-        before: set[str] = set()
+        """Names that bodies of ``run.train`` set before they read them, and all names that their losses depend on."""
+        dead: set[str] = set()
         needed: set[str] = set()
         loops = [node for _, node in self.nodes() if isinstance(node, ast.For) and _calls(node.iter, "train")]
         for loop in loops:
-            before |= _read_first(loop)
+            dead |= _set_first(loop)
             for node in ast.walk(loop):
                 if isinstance(node, ast.Call) and _name_of(node.func) in ("step", "backward", "measure"):
                     needed |= {name for arg in (*node.args, *node.keywords) for name in _names_in(arg)}
-        return before, self.followed(needed)
+        return dead, self.followed(needed)
 
     def followed(self, names: Collection[str]) -> set[str]:
         """The ``names``, and what they are computed from, through assignments, functions and classes."""
@@ -263,6 +263,8 @@ def _sets_in(node: ast.AST, scope: _Scope) -> Iterator[tuple[int, str, int]]:
                 changes, more = [target], 4
             case ast.Call(func=ast.Attribute(attr=change, value=owner)) if change in _CHANGES:
                 changes, more = [owner], 3
+            case ast.For(iter=ast.expr() as over):  # as over the parameters of a model, which are changed one by one
+                changes, more = _owners_of_parts(over), 3
             case _:
                 changes, more = [], 0
         for each in changes:
@@ -271,6 +273,11 @@ def _sets_in(node: ast.AST, scope: _Scope) -> Iterator[tuple[int, str, int]]:
                 is_other = is_variable and not scope.trains and scope.function
                 yield each.lineno, name, scope.tells + more - (20 if is_other else 0)
         yield from _sets_in(child, inner)
+
+
+def _owners_of_parts(node: ast.expr) -> list[ast.expr]:
+    calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return [call.value for call in calls if isinstance(call, ast.Attribute) and call.attr in ("parameters", "buffers")]
 
 
 def _trains(node: ast.AST) -> bool:
@@ -329,8 +336,8 @@ def _is_set(node: ast.AST, names: Collection[str]) -> bool:
             return False
 
 
-def _read_first(loop: ast.For) -> set[str]:
-    """Names that the body of ``loop`` may read before it has set them."""
+def _set_first(loop: ast.For) -> set[str]:
+    """Names that the body of ``loop`` sets, and never reads before."""
     known = {name for name, _ in _targets(loop.target)}
     read: set[str] = set()
 
@@ -365,4 +372,5 @@ def _read_first(loop: ast.For) -> set[str]:
 
     for part in loop.body:
         go(part)
-    return read
+    assigned = {each.id for each in ast.walk(loop) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    return assigned - read
