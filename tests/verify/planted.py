@@ -284,7 +284,7 @@ FAULTS: dict[str, Planted] = {
     ),
     "loss_summed_by_hand": Planted(
         RANKS,
-        "mean_loss",
+        "MismatchError",
         {
             "epoch": "total, bodies = 0.0, 0",
             "after": "total += loss.item() * len(x)\nbodies += len(x)",
@@ -352,21 +352,6 @@ FAULTS: dict[str, Planted] = {
             "loss": "loss = loss + 0.1 * sum((p - a).pow(2).sum() for p, a in zip(model.parameters(), anchor))",
             "trained": "anchor = [p.detach().clone() for p in model.parameters()]  # here",
         },
-    ),
-    "order_by_losses_not_kept": Planted(
-        RESUME,
-        "sample",
-        {
-            "run": "hard = []",
-            "stepped": "hard.append(float(next(model.parameters()).detach().sum()))  # here",
-        },
-        (
-            (
-                "batches = run.loader(samples, global_batch=16, micro_batch=4)",
-                "batches = run.loader(samples, global_batch=16, micro_batch=4, order=lambda epoch, generator: "
-                "[(i + int(abs(sum(hard)) * 1000)) % 48 for i in range(48)])",
-            ),
-        ),
     ),
     "global_not_kept": Planted(
         RESUME,

@@ -23,6 +23,7 @@ _CHANGES: Final = {
     "pop",
     "insert",
     "appendleft",
+    "setdefault",
     "step",
     "copy_",
     "clear",

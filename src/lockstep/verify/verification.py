@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -279,7 +280,9 @@ class _Verification:
             return replace(result, status="note", reason=f"it does not run so: {cause}")
         if failure is None:
             return replace(result, status="differs", place="at its end", what=cause, reason="the run failed")
-        line = self._source.line(failure.file, failure.line)
+        named = re.match(r"run\.(\w+)\((\w+)=", failure.message)
+        calls = self._source.calls(named[1], keyword=named[2]) if named else []
+        line = calls[0] if calls else self._source.line(failure.file, failure.line)
         return replace(
             result,
             status="differs",
