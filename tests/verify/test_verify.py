@@ -167,7 +167,7 @@ CLEAN = {
     "digits.py": (),
     "finetune.py": (),
     "gan.py": (),
-    "gpt.py": (),
+    "gpt.py": ("--quick",),
     "streaming.py": (),
     "uneven.py": (),
     "vision.py": (),
