@@ -140,8 +140,8 @@ LOAD = '\n    optimizer.load_state_dict(state["optimizer"])'
     ("seed", "load", "way", "says"),
     [
         ("torch.manual_seed(0)", LOAD, None, ""),
-        ("", LOAD, "the same again", "nothing seeds torch"),
-        ("torch.manual_seed(0)", "", "kill -9 after its first checkpoint, and run again", "optimizer state"),
+        ("", LOAD, "the same again", "before the first step"),
+        ("torch.manual_seed(0)", "", "kill -9 after its first checkpoint, and run again", "parameter 0"),
     ],
 )
 def test_a_script_in_plain_torch(tmp_path, monkeypatch, seed, load, way, says):
