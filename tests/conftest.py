@@ -107,6 +107,8 @@ CAMPAIGN = re.compile(
     r"test_on_any_world_it_follows_the_place\[2\]|test_what_comes_out_is_what_the_run_evaluates\[3\]|"
     r"test_a_script_alone_leaves_with_74_and_says_so_last\[live\]|"
     r"test_runs\.py::test_(the_last_words_name|a_script_that_starts_ranks_itself).*\[plain\]|"
+    r"test_a_planted_fault_is_found_with_its_line\[(?!counter_in_the_body\]|seed_from_the_process\])|"
+    r"test_an_example_is_the_same_in_all_ways|"
     r"test_examples_end_well_with_smaller_arguments|test_a_resnet_goes_through_a_pipeline_of_two|"
     r"test_vision_transformer_learns_under_every_strategy|"
     r"test_a_run_begins_with_the_largest_micro_batch|test_a_profile_a_trace_and_the_largest_batch|test_a_script_that_fails_alone_is_told|"

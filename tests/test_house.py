@@ -24,12 +24,12 @@ FLOORS = (
     ),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
-        *("peer_failure", "option_words", "script_end", "step_record"),
+        *("peer_failure", "option_words", "script_end", "step_record", "transcript"),
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_words"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
-    ("tune", "scale"),
+    ("tune", "scale", "verify"),
     ("doctor",),
     ("cli", "testing"),
     ("__init__", "__main__"),
@@ -39,7 +39,7 @@ TORCH_FREE = (
     *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
     *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record", "records"),
+    *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record", "records", "transcript"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

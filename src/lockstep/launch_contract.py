@@ -20,6 +20,9 @@ CHANNEL = "LOCKSTEP_CHANNEL"  #: where a rank sends its heartbeats: path of a da
 FAULTS = "LOCKSTEP_FAULTS"  #: what is to go wrong on purpose, in the words of `lockstep.faults.FaultPlan`
 STACKS = "LOCKSTEP_STACKS"  #: path where a rank writes the stacks of all its threads when it gets `STACKS_SIGNAL`
 MEASURE = "LOCKSTEP_MEASURE"  #: what a benchmark has each rank measure, see `lockstep.step_record.MeasureRequest`
+TRANSCRIPT = (
+    "LOCKSTEP_TRANSCRIPT"  #: what each rank writes down of its steps, see `lockstep.transcript.TranscriptRequest`
+)
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
 SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this rank is one; set by `lockstep tune`
 

@@ -27,6 +27,8 @@ STRATEGY_WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "pipeline": ("stages", "schedule", "chunks", "cut", "sample"),
     "auto": (),
 }
+#: Those of which each gives the bits of one rank, without options but those that leave bits alone.
+SAME_BITS: Final = frozenset(("none", "ddp", "zero", "fsdp", "hsdp", "parameter-server", "hybrid", "pipeline"))
 #: What other libraries call them, in small letters and with hyphens.
 _ELSEWHERE: Final[Mapping[str, str]] = {
     **dict.fromkeys(("single-device", "single"), "none"),

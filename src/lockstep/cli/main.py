@@ -30,6 +30,9 @@ from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
+from lockstep.cli.verify import COMMANDS as VERIFY_COMMANDS
+from lockstep.cli.verify import FILE as VERIFY_FILE
+from lockstep.cli.verify import said_of
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -236,6 +239,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             f"come before the script: lockstep run {ours[0]} ... {parsed.script}",
             file=sys.stderr,
         )
+    if not parsed.no_python and Path(VERIFY_FILE).is_file() and (said := said_of(program)):
+        print(said, file=sys.stderr)
     if parsed.fit:
         settings["micro_batch"] = fitting_micro_batch(parsed, program, settings)
         own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
@@ -447,6 +452,7 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         *TOP_COMMANDS,
+        *VERIFY_COMMANDS,
         *DOCTOR_COMMANDS,
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,

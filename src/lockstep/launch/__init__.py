@@ -15,8 +15,9 @@ from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine, ask_driver
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.program_sources import mentions_lockstep, own_sources, unread_options
+from lockstep.launch.program import asks_for_help, check_program, show_help, source_file
+from lockstep.launch.program_sources import mentions_lockstep, own_files, own_sources, sources_hash, unread_options
+from lockstep.launch.quiet_run import QuietEnd, QuietRun
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -32,6 +33,7 @@ from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_sc
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.workers.fork_server import import_torch
+from lockstep.launch.workers.rank_process import entry_point
 from lockstep.launch_contract import STOP_SIGNALS
 
 __all__ = [
@@ -48,6 +50,8 @@ __all__ = [
     "Machine",
     "Module",
     "Nodes",
+    "QuietEnd",
+    "QuietRun",
     "RankExit",
     "Request",
     "Script",
@@ -57,6 +61,7 @@ __all__ = [
     "asks_for_help",
     "check_program",
     "die_with_parent",
+    "entry_point",
     "failure_line",
     "first_failure",
     "how_it_ended",
@@ -68,9 +73,12 @@ __all__ = [
     "mentions_lockstep",
     "name_process",
     "next_generation",
+    "own_files",
     "own_sources",
     "ranks_of",
     "show_help",
+    "source_file",
+    "sources_hash",
     "start",
     "unread_options",
     "versions",

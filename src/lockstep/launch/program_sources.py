@@ -32,14 +32,21 @@ def source_hashes(program: Program) -> Mapping[str, str]:
     # Late: it loads a library of some megabytes, which launchers of one machine do without.
     import hashlib
 
-    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in _own_files(program, _MOST_FILES)}
+    return {name: hashlib.sha256(content).hexdigest()[:16] for name, content in own_files(program, _MOST_FILES)}
+
+
+def sources_hash(program: Program) -> str:
+    """The SHA-256 of the program's own files together: of what `own_files` gives."""
+    import hashlib  # late, as above
+
+    return hashlib.sha256(b"\0".join(content for _, content in own_files(program))).hexdigest()
 
 
 def mentions_lockstep(program: Program) -> bool:
     """Whether the ranks of ``program`` probably use `Run`: a file of its own mentions Lockstep, or it is a function."""
     if isinstance(program, Function):
         return True
-    return any(b"lockstep" in content for _, content in _own_files(program, _MOST_SEARCHED))
+    return any(b"lockstep" in content for _, content in own_files(program))
 
 
 def needs_only_python(program: Program) -> bool:
@@ -50,7 +57,7 @@ def needs_only_python(program: Program) -> bool:
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):
         return False
-    sources = [content for _, content in _own_files(program, _MOST_SEARCHED)]
+    sources = [content for _, content in own_files(program, _MOST_SEARCHED)]
     if not 0 < len(sources) < _MOST_SEARCHED or re.search(rb"torch|lockstep", b"\n".join(sources)):
         return False
     root = _root_of(program, file)
@@ -64,7 +71,7 @@ def needs_only_python(program: Program) -> bool:
 def own_sources(program: Program) -> list[tuple[str, str]]:
     """Path and text of the program's source, and of each file of its own that this imports."""
     root = Path.cwd() if isinstance(program, Module) else Path(program.name).resolve().parent
-    return [(str(root / name), text.decode(errors="replace")) for name, text in _own_files(program, _MOST_SEARCHED)]
+    return [(str(root / name), text.decode(errors="replace")) for name, text in own_files(program, _MOST_SEARCHED)]
 
 
 def unread_options(program: Program, known: Collection[str]) -> list[str]:
@@ -74,13 +81,13 @@ def unread_options(program: Program, known: Collection[str]) -> list[str]:
     """
     given = [] if isinstance(program, Function) else [each.partition("=")[0] for each in program.args]
     options = [each for each in dict.fromkeys(given) if each.startswith("--") and each in known]
-    text = b"\n".join(content for _, content in _own_files(program, _MOST_SEARCHED)) if options else b""
+    text = b"\n".join(content for _, content in own_files(program)) if options else b""
     if not text or _PARSES_BY_ITSELF.search(text):
         return []
     return [each for each in options if not re.search(each[2:].replace("-", "[-_]").encode(), text)]
 
 
-def _own_files(program: Program, most: int) -> Iterator[tuple[str, bytes]]:
+def own_files(program: Program, most: int = _MOST_SEARCHED) -> Iterator[tuple[str, bytes]]:
     """Path from the program's directory, and content, of its source and of what that imports, the nearest first."""
     file = source_file(program)
     if file is None or not isinstance(program, Script | Module):

@@ -41,6 +41,7 @@ progress_reporter    where the run is, for the user and for the launcher; rank_w
 
 measurement          what a benchmark's run measures before it ends; step_recorder: where a step's time goes;
                      host_waits: where the script waits for values
+transcript_writer    what a run writes down to be compared with others
 
 loop_checks          what the loop's body must not do; left_out_samples: micro-batches that have lost some
 outside_forward      methods of a model that do not train, named
@@ -54,6 +55,7 @@ identity             what the bits depend on, compared between ranks and at a re
 from lockstep.run.host_waits import HostWaits
 from lockstep.run.metrics import MetricMeans
 from lockstep.run.oom_advice import free_bytes
+from lockstep.run.replay import Play
 from lockstep.run.run import Run
 
-__all__ = ["HostWaits", "MetricMeans", "Run", "free_bytes"]
+__all__ = ["HostWaits", "MetricMeans", "Play", "Run", "free_bytes"]

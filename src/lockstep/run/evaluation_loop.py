@@ -51,6 +51,8 @@ class EvaluationLoop:
         """The micro-batches of this rank, each sample once over all ranks; then metrics are reduced. Collective."""
         self._start.begin()
         loader = self._loaders.find(data_loader, "evaluate")
+        if self._context.transcript is not None and not self._context.transcript.evaluates:
+            return
         in_body = self._metrics.inside == "train"
         if in_body:
             self._require_complete_step()

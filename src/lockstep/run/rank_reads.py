@@ -24,7 +24,7 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
     """Refuse what changes the training with the number of ranks, and ``say`` what may.
 
     Raises:
-        UsageError: if an optimizer, a scheduler or a model is made from it, or changed by it.
+        UsageError: if an optimizer or a scheduler is made from it, or a model or one of these changed by it.
     """
     if inputs.failed:
         say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")

@@ -239,14 +239,16 @@ class Replays:
     Args:
         group: all ranks.
         state: what the run holds.
+        notes_all: whether each micro-batch has a play, also one that is not compared here.
     """
 
-    def __init__(self, group: Group, state: State) -> None:
+    def __init__(self, group: Group, state: State, *, notes_all: bool = False) -> None:
         self._group: Final = group
         self._state: Final = state
         self._inputs: TrainingInputs | None = None  # of the loop that the script is in
         self._readings = 0
         self._read_at = 0
+        self._notes_all: Final = notes_all
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: Played | None = None  # what came first, of this rank's own
         self._other: Played | None = None  # of another rank's
@@ -254,10 +256,11 @@ class Replays:
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
-        is_compared = position.check >= StepCheck.REPLAYED and not position.is_padding
+        is_compared = _is_compared(position)
+        is_noted = is_compared or (self._notes_all and not position.is_padding)
         # An audit asks what was computed, and not what the script has drawn from: to find that takes some milliseconds.
-        generators = {} if position.audited or not is_compared else _generators(self._state.models)
-        self.play = Play(generators) if is_compared else None
+        generators = _generators(self._state.models) if is_compared and not position.audited else {}
+        self.play = Play(generators) if is_noted else None
         if self.play is not None and self._inputs is not None and position.is_replay and not position.audited:
             self.play.before = self._inputs.held()
 
@@ -299,8 +302,10 @@ class Replays:
                 for name, buffer in model.named_buffers():
                     self.play.note(f"the buffer {name}", buffer)
 
-    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> None:
+    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> Play | None:
         """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
+
+        Returns the play of the micro-batch, if it has one.
 
         Args:
             position: of the micro-batch.
@@ -313,6 +318,7 @@ class Replays:
         play, self.play = self.play, None
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
+        if play is not None and _is_compared(position):
             play.end_body()
             if not (position.is_other_ranks or position.audited):
                 self._read_script(step)
@@ -334,6 +340,7 @@ class Replays:
                 if difference:
                     place = place_of(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
+        return play
 
     def _read_script(self, step: int) -> None:
         """What the training is computed from in this loop: read in the first ones, and then once in so many steps."""
@@ -423,6 +430,10 @@ class Played(NamedTuple):
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
         values = [pair for pair in marks if not pair[0].startswith(_GRADIENT)]
         return Digest(self.place, _hash(values), _hash(gradients) if gradients else "")
+
+
+def _is_compared(position: MicroBatchPosition) -> bool:
+    return position.check >= StepCheck.REPLAYED and not position.is_padding
 
 
 def _generators(models: Sequence[nn.Module]) -> dict[str, object]:

@@ -38,9 +38,9 @@ from lockstep.run.identity import optimizers_of
 from lockstep.run.script_state import Lost, lost, script_state
 from lockstep.run.setup import RunContext
 from lockstep.strategies import HasServerRanks, split
+from lockstep.strategy_words import SAME_BITS
 
-#: Strategies of which each gives the bits of one rank, without options but those that leave bits alone.
-_ALIKE: Final = frozenset(("none", "ddp", "zero", "fsdp", "hsdp", "parameter-server", "hybrid", "pipeline"))
+#: Options that leave bits alone.
 _HARMLESS: Final = frozenset(("stage", "shard", "servers", "wrap", "reshard", "prefetch", "offload"))
 #: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
 _NEAR: Final = 1e-3
@@ -218,7 +218,7 @@ class ResumeProof:
         name, options = split(settings.strategy)
         if settings.reduction != "exact" or not context.share.in_step or "compress" in options:
             return ""
-        if name in _ALIKE and options.keys() <= _HARMLESS and not settings.sync_batchnorm:
+        if name in SAME_BITS and options.keys() <= _HARMLESS and not settings.sync_batchnorm:
             return "any"
         return f"{settings.strategy} on {context.group.size}"
 

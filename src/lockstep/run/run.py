@@ -49,13 +49,14 @@ from lockstep.run.rank_operations import RankOperations
 from lockstep.run.registration import GivenModel, Registration
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.resume_proof import ResumeProof
-from lockstep.run.run_log import RunLog
+from lockstep.run.run_log import RunLog, common_numbers
 from lockstep.run.setup import set_up
 from lockstep.run.shutdown import Shutdown
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.training_loop import TrainingLoop
+from lockstep.run.transcript_writer import TranscriptWriter
 from lockstep.run.trial_reports import TrialReports
 from lockstep.run.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
@@ -206,7 +207,8 @@ class Run:
         leaves = None if part is None else partial(snapshot.take_shared, part)
         point = ResumePoint(leaves, PointMarks(context.state))
         proof = ResumeProof(context)
-        self._train_step: Final = TrainStep(context, finite, point)
+        written = None if context.transcript is None else TranscriptWriter(context, context.transcript, snapshot)
+        self._train_step: Final = TrainStep(context, finite, point, written)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)
         self._start: Final = TrainingStart(context, snapshot, self._log, proof)
@@ -682,6 +684,8 @@ class Run:
         # What stands in a turn before the pass that goes on runs again after a resume.
         if not (self._start.resumes_within_turn or self._context.metrics.in_replay):
             self._log.note_given(values, self.progress.step)
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.logged(common_numbers(values))
             self._log.write(everything, self.progress.step, epoch)
         return everything
 

@@ -48,7 +48,7 @@ class RunLog:
         self._every: Final = None if every is None else int(every.every)
         self._file: MetricsFile | None = None
         self._trackers: list[TrackerThread] = []
-        self._given: dict[tuple[str, int], list[float]] = {}  # what the script has logged, by name and step
+        self._given: dict[tuple[str, int], list[int | float]] = {}  # what the script has logged, by name and step
         self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
 
     def open(self, step: int) -> None:
@@ -99,10 +99,8 @@ class RunLog:
         """
         if self._context.metrics.inside is not None or self._context.group.size == 1 or len(self._given) > _MOST_GIVEN:
             return
-        for name, value in values.items():
-            number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
-            if isinstance(number, int | float) and not _OF_RANK.search(name):
-                self._given.setdefault((name, step), []).append(number)
+        for name, number in common_numbers(values).items():
+            self._given.setdefault((name, step), []).append(number)
 
     def compare_given(self) -> None:
         """Check that what the script has logged since the last call is the same on all ranks. Collective.
@@ -149,6 +147,16 @@ class RunLog:
             while (left_s := until - time.monotonic()) > 0 and not tracker.has_ended(min(left_s, 1.0)):
                 self._context.marker.set_phase("exit")  # to wait for it is no hang
             tracker.close(_TRACKERS_S[ending])
+
+
+def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
+    """The numbers among what a script logs that are to be the same on all ranks, by name."""
+    found: dict[str, int | float] = {}
+    for name, value in values.items():
+        number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
+        if isinstance(number, int | float) and not _OF_RANK.search(name):
+            found[name] = number
+    return found
 
 
 def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:

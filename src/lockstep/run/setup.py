@@ -19,7 +19,7 @@ from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.heartbeat import ProgressMarker, progress_marker
-from lockstep.launch_contract import MEASURE, RESUME, STOP_FILE
+from lockstep.launch_contract import MEASURE, RESUME, STOP_FILE, TRANSCRIPT
 from lockstep.report import refuse_unknown_trackers
 from lockstep.run.carried_state import CarriedState
 from lockstep.run.emergency import Emergency, NoEmergency, open_emergency, writes_emergency
@@ -40,6 +40,7 @@ from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
 from lockstep.strategies import HasServerRanks, ReplicaAssignment, Strategy, StrategyContext, open_strategy, state_part
+from lockstep.transcript import TranscriptRequest
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 from lockstep.world import World
 
@@ -93,6 +94,7 @@ class RunContext:
     emergency: Emergency
     profiler: StepProfiler | None  #: None: no steps are recorded
     measure: MeasureRequest | None  #: what a benchmark wants to know; None: this is no benchmark's run
+    transcript: TranscriptRequest | None  #: what is written down to be compared with other runs; None: nothing is
 
     @property
     def settings(self) -> Settings:
@@ -148,19 +150,19 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     share = strategy.assignment
     home = world.run_dir or settings.checkpoint
     measure = MeasureRequest.from_text(env[MEASURE]) if env.get(MEASURE) else None
-    # What is measured is thrown away: nothing of it is saved or logged, and nothing is resumed.
-    directory = home if measure is None else None
+    transcript = TranscriptRequest.from_text(env[TRANSCRIPT]) if env.get(TRANSCRIPT) else None
+    # What is measured or compared is thrown away: nothing of it is saved or logged, and nothing is resumed.
+    is_kept = measure is None and (transcript is None or transcript.saves)
+    directory = home if is_kept else None
     checkpointer = (
-        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline)
-        if measure is None
-        else NoCheckpointer()
+        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline) if is_kept else NoCheckpointer()
     )
     # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
-    has_emergency = measure is None and current_trial() is None
+    has_emergency = is_kept and current_trial() is None
     notes = has_emergency and writes_emergency(env, settings, group, strategy)
     metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes, alike=share.in_step)
     # A script's second run is asked to stop where its first one is.
-    of_script = job.run_dir is not None and current_trial() is None and measure is None
+    of_script = job.run_dir is not None and current_trial() is None and is_kept
     stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
     if of_script:
         _runs_of_script[job.run_dir or ""] = _runs_of_script.get(job.run_dir or "", 0) + 1
@@ -198,6 +200,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         if settings.profile is None
         else StepProfiler(settings.profile, Path(home or ".", "profile"), group.rank, device, marker, reporter.say),
         measure=measure,
+        transcript=transcript,
     )
 
 

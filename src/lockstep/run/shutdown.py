@@ -95,6 +95,8 @@ class Shutdown:
             self._loaders.close()
             if self._measurement is not None:
                 self._measurement.close()
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.close()
             is_stopped = error is None or isinstance(error, SystemExit)
             self._log.close("ended" if ends_well else "stopped" if is_stopped else "failed")
             # After an error, a GPU may wait for what never comes.
@@ -129,6 +131,8 @@ class Shutdown:
                 self._position.ended = True
                 self._end_of_step.note_end()
             self._end_of_step.finish_last()
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.finish()
             length = self._position.length
             if step and not self._end_of_step.steps and (length.epochs is not None or length.steps is not None):
                 self._context.reporter.say(f"it was complete already, at step {step}: nothing was trained")

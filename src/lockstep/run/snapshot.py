@@ -46,7 +46,7 @@ class RunSnapshot:
         Raises:
             MismatchError: if ranks hold different values.
         """
-        objects = self._objects()
+        objects = self.objects()
         tree = objects | {
             **self._common(),
             "measures": self._metrics.train.state(self._context.group),
@@ -60,7 +60,7 @@ class RunSnapshot:
 
     def changed_since_taken(self) -> bool:
         """Whether the script has changed, on any rank, what `take` gave last; False if it gave nothing. Collective."""
-        changed = self._marks_of_taken is not None and tree_marks(self._objects()) != self._marks_of_taken
+        changed = self._marks_of_taken is not None and tree_marks(self.objects()) != self._marks_of_taken
         return any(self._context.group.gather_objects(changed, "whether there is something to save"))
 
     def take_own(self, part: StatePart) -> StateTree:
@@ -111,7 +111,7 @@ class RunSnapshot:
         """
         self._context.kernels.require_formats()
         if self._context.share.in_step and self._context.group.size > 1:
-            self._compare(self._objects(), attributes_of_all=looked_at)
+            self._compare(self.objects(), attributes_of_all=looked_at)
 
     def note_modules(self) -> None:
         """A loop over micro-batches is left: ranks compare next how their modules were then. Asks no other rank.
@@ -199,7 +199,7 @@ class RunSnapshot:
         left, self._left = self._left, {}
         return left
 
-    def _objects(self) -> StateTree:
+    def objects(self) -> StateTree:
         """The state of models, optimizers, schedulers and of what is kept. Collective."""
         context = self._context
         if self._state.attributes is not None:

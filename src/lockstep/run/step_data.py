@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Final
@@ -27,6 +28,7 @@ class StepData:
         self._passes: Final = context.position.passes
         self._save_stop: Final = context.save_stop
         self._device: Final = context.device
+        self._transcript: Final = context.transcript
 
     def next_step(self, loaders: Sequence[MicroBatchLoader]) -> Iterator[tuple[MicroBatchPosition, Data]] | None:
         """This rank's micro-batches of the next step; None at the end of the pass, or of the turn. Collective.
@@ -93,6 +95,8 @@ class StepData:
         place = self._passes.place(name, self._position.progress.epoch)
         if self._loaders.begin(loader, place[0]):
             steps = None if loader.length is None else len(loader.steps(place[0]))
+            if self._transcript is not None and self._transcript.pass_steps is not None:
+                steps = min(steps or sys.maxsize, self._transcript.pass_steps)
             self._passes.note_steps(name, steps)
         return place
 

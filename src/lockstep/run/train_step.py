@@ -38,6 +38,7 @@ from lockstep.run.replay import Replays
 from lockstep.run.resume_point import ResumePoint
 from lockstep.run.setup import RunContext
 from lockstep.run.step_losses import StepLosses
+from lockstep.run.transcript_writer import TranscriptWriter
 from lockstep.run.update_checks import UpdateChecks
 from lockstep.strategies import (
     ComputesLoss,
@@ -85,7 +86,13 @@ class CurrentMicroBatch:
 class TrainStep:
     """Turns losses into updates, for every optimizer of a run."""
 
-    def __init__(self, context: RunContext, finite: NonFiniteChecks, point: ResumePoint) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        finite: NonFiniteChecks,
+        point: ResumePoint,
+        transcript: TranscriptWriter | None = None,
+    ) -> None:
         group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
@@ -97,7 +104,8 @@ class TrainStep:
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
         self._carried: Final = context.carried
-        self.replays: Final = Replays(group, state)
+        self.transcript: Final = transcript
+        self.replays: Final = Replays(group, state, notes_all=transcript is not None)
         self.audit: Final = Audit(context)
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)
@@ -119,6 +127,8 @@ class TrainStep:
 
     def begin(self, position: MicroBatchPosition, step: int) -> CurrentMicroBatch:
         """The micro-batch at ``position`` is handed to the user, after ``step`` steps."""
+        if self.transcript is not None:
+            self.transcript.begins(step)
         self.current = current = CurrentMicroBatch(position)
         self._thread = threading.get_ident()
         self._step = step
@@ -126,6 +136,8 @@ class TrainStep:
         begin_micro_batch(self._strategy, current.position)
         self.checks.begin_body(compare=position.is_checked)
         self.replays.begin(position)
+        if self.transcript is not None and not position.is_replay:
+            self.transcript.hand_out(position, self.replays.play)
         self.checks.run_steps = False
         return current
 
@@ -163,6 +175,8 @@ class TrainStep:
         counts = not position.is_padding and not replayed
         if self.replays.play is not None:
             self.replays.play.note_loss(count)
+            if self.transcript is not None:
+                self.transcript.note_draws(self.replays.play)
         value = None if pipeline is not None else self._value_of(loss, task, position, items)
         current.reached.add(target)
         current.with_loss.update(optimizers)
@@ -286,7 +300,9 @@ class TrainStep:
         if not current.position.last:
             self.checks.end_body(current.position.index, current.position.of)
         if self.replays.play is not None:
-            self.replays.end(current.position, self._step, self._carried.current)
+            play = self.replays.end(current.position, self._step, self._carried.current)
+            if self.transcript is not None and play is not None and not current.position.is_replay:
+                self.transcript.ended(current.position, play)
         return current.complete
 
     def _finish(self, current: CurrentMicroBatch) -> None:

@@ -42,7 +42,7 @@ _OF_RANKS: Final = {"rank", "world_size"}
 #: The methods of `Run` that take what is computed, and what a training is made of. Of a loader, how samples are read
 #: changes no result.
 _STEPS: Final = {"step", "backward", "update"}
-_REGISTERS: Final = {"model", "optimizer", "scheduler"}
+_REGISTERS: Final = {"optimizer", "scheduler"}
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 _NOTED: Final = {"step", "write"}  # what each body computes, and each turn of an outer loop

@@ -12,6 +12,7 @@ from typing import Any, Final
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import CheckpointError, LockstepError, UsageError
+from lockstep.launch_contract import EXIT_OK
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.left_out_samples import LeftOutSamples
 from lockstep.run.loaders import Loaders, refuse_uneven
@@ -77,8 +78,7 @@ class TrainingLoop:
                 self._end_of_step.finish_turn()
                 self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
             passes.enter("none", position.progress.epoch)
-        self._loaders.begin_turn()
-        finish_training(self._context.strategy)
+        self._end_loop()
 
     def steps(self, steps: int, every: int | None, caller: CodeType) -> Iterator[int]:
         """See `Run.steps`; ``caller`` called it."""
@@ -105,8 +105,19 @@ class TrainingLoop:
                 position.begin_turn()
                 self._end_of_step.finish_turn()
             passes.enter("none", position.progress.epoch)
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        """The outer loop is over. Collective.
+
+        Raises:
+            SystemExit: with code 0, where steps are written down to be compared: what a script does with a trained
+                model, such as judge it, is not for one that was cut short.
+        """
         self._loaders.begin_turn()
         finish_training(self._context.strategy)
+        if self._train_step.transcript is not None:
+            raise SystemExit(EXIT_OK)
 
     def _enter(self, loop: OuterLoop, caller: CodeType) -> None:
         passes = self._passes
@@ -372,6 +383,8 @@ class TrainingLoop:
         # What is measured after the step's loss is not known where an audit compares.
         self._metrics.compares = None if replays.play is None or position.audited else replays.play.note
         if replays.play is not None:
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.note_samples(replays.play, position, data)
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))

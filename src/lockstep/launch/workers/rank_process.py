@@ -151,7 +151,7 @@ def run_program(program: Program) -> NoReturn:
     try:
         _inject_faults(env)
         with closing():
-            _entry_point(program)()
+            entry_point(program)()
         failed = False
     except SystemExit as ending:
         code = _exit_code(ending)
@@ -186,7 +186,8 @@ def _inject_faults(env: Mapping[str, str]) -> None:
         FaultPlan.parse(env[FAULTS]).arm(notes, rank=int(env["RANK"]), node_rank=node, local_rank=local)
 
 
-def _entry_point(program: Program) -> Callable[[], Any]:
+def entry_point(program: Program) -> Callable[[], Any]:
+    """What runs ``program`` as Python would, in this process; its arguments are set."""
     match program:
         case Script(name, args):
             sys.argv = [name, *_local_rank(), *args]
