@@ -597,5 +597,5 @@ def test_an_effect_that_returns_after_as_many_bodies_is_found():
                 run.step(model(x).square().mean() * turns())
 
         for _ in run.epochs(1):
-            with pytest.raises(UsageError, match=r"of step 2 was computed twice.*turns\.calls"):
+            with pytest.raises(UsageError, match=r"of step 1 was computed twice.*turns\.calls"):
                 train()

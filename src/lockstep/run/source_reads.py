@@ -63,7 +63,16 @@ class Call(NamedTuple):
         return tuple(read for part in (*self.arguments, *named) for read in part)
 
 
-Read = Path | Call
+class Choice(NamedTuple):
+    """``then`` if a path equals a constant, else ``otherwise``."""
+
+    path: Path
+    constant: object
+    then: tuple[Read, ...]
+    otherwise: tuple[Read, ...]
+
+
+Read = Path | Call | Choice
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -289,13 +298,20 @@ class _Reader:
                 read = self.expression(value)
                 self._bind(target, read)
                 return read
+            case ast.IfExp(
+                test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(value=constant)]),
+                body=then,
+                orelse=otherwise,
+            ) if (path := _path(left)) is not None:
+                choice = Choice(path, constant, tuple(self.expression(then)), tuple(self.expression(otherwise)))
+                return [path, choice]
             case ast.Lambda(args=parameters, body=body):
                 own = {one.arg for one in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)}
                 return [one for one in self.expression(body) if not (isinstance(one, Path) and one.root in own)]
             case ast.ListComp(generators=parts) | ast.SetComp(generators=parts) | ast.GeneratorExp(generators=parts):
-                return [*self._parts(parts), *self.expression(node.elt)]
+                return self._within_parts(parts, [node.elt])
             case ast.DictComp(generators=parts, key=key, value=value):
-                return [*self._parts(parts), *self.expression(key), *self.expression(value)]
+                return self._within_parts(parts, [key, value])
             case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
                 read = self.expression(value)
                 self.reads.returned += (*read, *self._conditions)
@@ -315,15 +331,13 @@ class _Reader:
             return self.expression(node)
         return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
-    def _parts(self, parts: Sequence[ast.comprehension]) -> list[Read]:
-        read: list[Read] = []
-        for part in parts:
-            items = self._items_of(part.iter)
-            self._bind(part.target, items)
-            read += items
-            for test in part.ifs:
-                read += self.expression(test)
-        return read
+    def _within_parts(self, parts: Sequence[ast.comprehension], results: Sequence[ast.expr]) -> list[Read]:
+        """What a comprehension is computed from, whose own variables are no others' of these names."""
+        read = [one for part in parts for one in self._items_of(part.iter)]
+        for expression in (*(test for part in parts for test in part.ifs), *results):
+            read += self.expression(expression)
+        own = _stored([part.target for part in parts])
+        return [one for one in read if not (isinstance(one, Path) and one.root in own)]
 
     def _call(self, node: ast.Call) -> Call:
         call = Call(

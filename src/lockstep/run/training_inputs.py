@@ -27,13 +27,14 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch.autograd import Function
 from torch.optim import Optimizer
 
 from lockstep.heartbeat import is_users
 from lockstep.run.kept import PlainValue
 from lockstep.run.reachable import script_frames, variables_of
 from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
-from lockstep.run.source_reads import ITEMS, WORLD_SIZE, Call, Path, Read, Reads, reads_of
+from lockstep.run.source_reads import ITEMS, WORLD_SIZE, Call, Choice, Path, Read, Reads, reads_of
 from lockstep.run.state import State
 
 _DEEPEST: Final = 12  # calls within calls
@@ -43,6 +44,7 @@ _OF_RANKS: Final = {"rank", "world_size"}
 #: changes no result.
 _STEPS: Final = {"step", "backward", "update"}
 _REGISTERS: Final = {"optimizer", "scheduler"}
+_HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 _NOTED: Final = {"step", "write"}  # what each body computes, and each turn of an outer loop
@@ -94,11 +96,16 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
         for script in script_frames(frame):
             reads = reads_of(script.f_code)
             context = _Context(script.f_code, reads or Reads(), script.f_globals, frame=script)
-            for given in follower.given(context):
-                follower.take(context, given)
+            given = follower.given(context)
+            is_generator = bool(script.f_code.co_flags & _GENERATOR)
+            if is_generator and is_body and reads is not None:
+                name = f"what {script.f_code.co_name} yields"
+                given.append(Given("step", name, "", tuple(reads.returned)))
+            for each in given:
+                follower.take(context, each)
             if is_body:
                 follower.find_carried(context)
-            is_body = bool(script.f_code.co_flags & _GENERATOR)  # which stands between the loop and its micro-batches
+            is_body = is_body and is_generator  # which stands between the loop and its micro-batches
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=f"{type(error).__name__}: {error}")
     return follower.found
@@ -225,7 +232,10 @@ class _Follower:
                 yield Given("registered", what, where, call.every)
             elif method == "loader":
                 yield Given("loader", what, where, call.without(_READING))
+                yield Given("step", "a sample", where, tuple(_sample_calls(call)))
             return
+        if method in _HOOKS:
+            yield Given("step", what, where, (*call.every, *conditions))
         seeds = [name for name, _ in call.keywords if "seed" in name.lower()]
         if isinstance(path, Path) and "seed" in path.text.rpartition(".")[2].lower():
             yield Given("seed", what, where, call.every)
@@ -266,6 +276,8 @@ class _Follower:
             self._left -= 1
             if isinstance(read, Path):
                 waiting += self._of_path(context, read, given, outward)
+            elif isinstance(read, Choice):
+                waiting += _chosen(context, read)
             else:
                 waiting += self._of_call(context, read, given, outward)
 
@@ -400,6 +412,9 @@ class _Follower:
             if isinstance(read, Path):
                 waiting += context.reads.set_from.get(read.root, ())
                 continue
+            if isinstance(read, Choice):
+                waiting += (*read.then, *read.otherwise)
+                continue
             path = read.function[0] if len(read.function) == 1 else None
             if isinstance(path, Path) and path.attributes[-1:] in (("step",), ("update",)):
                 return True
@@ -418,15 +433,17 @@ class _Follower:
             value = value.func
         if isinstance(value, MethodType):
             return _of_script(value.__func__, _Argument((), value.__self__, path.text))
+        owner = context.value_of(path.owner) if path.attributes else NOTHING
         if isinstance(value, FunctionType):
             if not path.attributes:
                 return _of_script(value, None)
-            owner = context.value_of(path.owner)
             is_method = not _is(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
             return _of_script(value, _Argument((path.owner,), owner) if is_method else None)
         if isinstance(value, nn.Module):
             named = [(f"{path.text}.{name}" if name else path.text, one) for name, one in value.named_modules()]
-            return [c for text, one in named for c in _of_script(type(one).forward, _Argument((), one, text))]
+            return [callee for text, one in named for callee in _computing(one, text)]
+        if path.attributes[-1:] == ("apply",) and isinstance(owner, type) and issubclass(owner, Function):
+            return [c for name in ("forward", "backward") for c in _of_script(attribute_of(owner, name), None)]
         if isinstance(value, type):
             return _of_script(getattr(value, "__init__", None), _Argument((), NOTHING))
         called = attribute_of(value, "__call__")
@@ -491,6 +508,36 @@ def _of_script(function: object, bound: _Argument | None) -> list[_Callee]:
     if isinstance(function, FunctionType) and _is_script(function.__code__.co_filename):
         return [_Callee(function, bound)]
     return []
+
+
+def _chosen(context: _Context, choice: Choice) -> tuple[Read, ...]:
+    """What of a choice is read: one side, where what decides is given to a function, and set nowhere in it."""
+    value = context.value_of(choice.path)
+    is_given = choice.path.root not in context.reads.set_from and _is(value, bool, int, str, type(None))
+    if not is_given:
+        return (*choice.then, *choice.otherwise)
+    return choice.then if value == choice.constant else choice.otherwise
+
+
+def _computing(module: nn.Module, text: str) -> Iterator[_Callee]:
+    """What a call of ``module`` runs, but for its parts: its forward pass, and hooks that may return another value."""
+    yield from _of_script(type(module).forward, _Argument((), module, text))
+    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+        if isinstance(hook, MethodType):
+            yield from _of_script(hook.__func__, _Argument((), hook.__self__, f"{text}'s hook"))
+        else:
+            yield from _of_script(hook, None)
+
+
+def _sample_calls(call: Call) -> Iterator[Call]:
+    """What a loader calls for a sample: of the data set that it is given, and its functions."""
+    data = [*call.arguments[:1], *(part for name, part in call.keywords if name == "dataset")]
+    functions = [part for name, part in call.keywords if name in ("collate_fn", "order")]
+    for part, methods in ((data, ("__getitem__", "__getitems__", ITEMS)), (functions, ("",))):
+        for path in (read for reads in part for read in reads if isinstance(read, Path)):
+            for method in methods:
+                named = Path(path.root, (*path.attributes, method)) if method else path
+                yield Call((named,), (), (), False, call.line)
 
 
 def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[str, _Argument]:
