@@ -15,6 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 import lockstep
 
+class Bar:  # which shows progress
+    def __init__(self, items): self.items, self.n, self.shown = iter(items), 0, []
+    def __iter__(self): return self
+    def __next__(self):
+        self.n += 1
+        return next(self.items)
+    def set_postfix(self, value): self.shown.append(value)
+
 {setup}
 
 def main(run):
@@ -23,7 +31,8 @@ def main(run):
     batches = run.loader((torch.randn(16, 3), torch.arange(16) % 2), global_batch=8, micro_batch=2)
 {before}
     for epoch in run.epochs(3):
-        for x, y in run.train(batches):
+        bar = Bar(run.train(batches))
+        for x, y in bar:
 {body}
 {after}
 
@@ -66,6 +75,23 @@ CARRIED = {
         "parts = []\nfor row in x:\n    pool.append(row)\n    parts.append(pool[0] if len(pool) > 1e9 else row)\n"
         "run.step(F.cross_entropy(model(torch.stack(parts)), y))",
         "the length of pool",
+    ),
+    "in later steps only": (
+        "seen = 0",
+        "if run.progress.step > 1e9:\n    seen += len(x)\nrun.step(F.cross_entropy(model(x), y) / (1 + seen))",
+        "seen",
+    ),
+    "in some steps, from a loss": (
+        "scale = 1.0",
+        "loss = F.cross_entropy(model(x), y) * scale\n"
+        "if run.progress.step % 1000 == 999:\n    scale = 0.9 * scale + 0.1 * loss.item()\nrun.step(loss)",
+        "scale",
+    ),
+    "the last micro-batch": (
+        "last = None",
+        "both = x if last is None or run.progress.step < 1e9 else x + last\nlast = x\n"
+        "run.step(F.cross_entropy(model(both), y))",
+        "last",
     ),
     "lambda": ("n = [0]\nnow = lambda: n[0]", f"n[0] += 1\nif now() < 1e9:\n    {STEP}", "n[0]"),
 }
@@ -135,6 +161,25 @@ SETUPS = {
                 return 2 * x if self.n > 1e9 else x
         change = Layer()
     """,
+    "hook": """
+        n = [0]
+        def late(module, inputs, output):
+            n[0] += 1
+            return 2 * output if n[0] > 1e9 else output
+        change = nn.Identity()
+        change.register_forward_hook(late)
+    """,
+    "backward": """
+        class Reversed(torch.autograd.Function):
+            n = 0
+            @staticmethod
+            def forward(context, x): return x.view_as(x)
+            @staticmethod
+            def backward(context, gradient):
+                Reversed.n += 1
+                return gradient if Reversed.n < 1e9 else -gradient
+        def change(x): return Reversed.apply(x.requires_grad_())
+    """,
     "default": """
         def change(x, seen=[]):
             seen.append(1)
@@ -175,6 +220,23 @@ HARMLESS = {
         "known = {}",
         "key = int(x.sum() * 1e6)\nif key not in known:\n    known[key] = x * 2\n"
         "run.step(F.cross_entropy(model(known[key]), y))",
+    ),
+    "a bar that shows a mean": (
+        "total = 0.0",
+        """
+        total += F.cross_entropy(model(x), y).item()
+        bar.set_postfix(total)
+        run.step(F.cross_entropy(model(x), y))
+        """,
+    ),
+    "set in both branches": (
+        "",
+        "if y[0] > 0:\n    z = x\nelse:\n    z = 2 * x\nz = z + 1\nrun.step(F.cross_entropy(model(z), y))",
+    ),
+    "a comprehension's own variable": (
+        "flag = False",
+        "flag |= True\nfor part in (x,):\n    run.step(F.cross_entropy(model(part), y))\n"
+        "if flag:\n    sum(part for part in (1, 2))",
     ),
     "made anew in each body": (
         "parts = [0]",

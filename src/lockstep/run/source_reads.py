@@ -385,8 +385,14 @@ def _stored(nodes: Iterable[ast.AST]) -> set[str]:
 
 
 def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
-    names = (name for node in nodes if node is not None for name in ast.walk(node) if isinstance(name, ast.Name))
-    return {name.id for name in names if not isinstance(name.ctx, ast.Store)}
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            found |= set() if isinstance(node.ctx, ast.Store) else {node.id}
+        elif node is not None:
+            parts = getattr(node, "generators", ())  # of a comprehension, whose variables are its own
+            found |= _loaded(ast.iter_child_nodes(node)) - _stored(part.target for part in parts)
+    return found
 
 
 def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str], set[str] | None]:

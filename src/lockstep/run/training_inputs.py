@@ -97,15 +97,16 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
             reads = reads_of(script.f_code)
             context = _Context(script.f_code, reads or Reads(), script.f_globals, frame=script)
             given = follower.given(context)
-            is_generator = bool(script.f_code.co_flags & _GENERATOR)
-            if is_generator and is_body and reads is not None:
-                name = f"what {script.f_code.co_name} yields"
-                given.append(Given("step", name, "", tuple(reads.returned)))
+            # A generator, or a method that takes a micro-batch, stands between the loop and its micro-batches.
+            is_between = script.f_code.co_flags & _GENERATOR or not context.reads.loop_at(script.f_lineno).first
+            if is_body and is_between:
+                what = f"what {script.f_code.co_name} hands on"
+                given.append(Given("step", what, "", tuple(context.reads.returned)))
             for each in given:
                 follower.take(context, each)
             if is_body:
                 follower.find_carried(context)
-            is_body = is_body and is_generator  # which stands between the loop and its micro-batches
+            is_body = is_body and bool(is_between)
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=f"{type(error).__name__}: {error}")
     return follower.found
@@ -434,6 +435,8 @@ class _Follower:
         if isinstance(value, MethodType):
             return _of_script(value.__func__, _Argument((), value.__self__, path.text))
         owner = context.value_of(path.owner) if path.attributes else NOTHING
+        if path.attributes[-1:] == ("apply",) and isinstance(owner, type) and issubclass(owner, Function):
+            return [c for name in ("forward", "backward") for c in _of_script(attribute_of(owner, name), None)]
         if isinstance(value, FunctionType):
             if not path.attributes:
                 return _of_script(value, None)
@@ -442,8 +445,6 @@ class _Follower:
         if isinstance(value, nn.Module):
             named = [(f"{path.text}.{name}" if name else path.text, one) for name, one in value.named_modules()]
             return [callee for text, one in named for callee in _computing(one, text)]
-        if path.attributes[-1:] == ("apply",) and isinstance(owner, type) and issubclass(owner, Function):
-            return [c for name in ("forward", "backward") for c in _of_script(attribute_of(owner, name), None)]
         if isinstance(value, type):
             return _of_script(getattr(value, "__init__", None), _Argument((), NOTHING))
         called = attribute_of(value, "__call__")
