@@ -22,8 +22,8 @@ def quiet(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
 
 
-def test_a_script_that_asks_for_the_length_of_a_pass_is_told_once_that_it_is_no_number_of_steps(capfd):
-    said = []
+def test_the_length_of_a_pass_is_that_of_this_rank_and_may_be_shown(capfd):
+    """As by a progress bar; a schedule made from it is refused (test_training_inputs.py)."""
     with Run(replay=False) as run:
         model = run.model(nn.Linear(1, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -32,8 +32,7 @@ def test_a_script_that_asks_for_the_length_of_a_pass_is_told_once_that_it_is_no_
             assert len(passed) == 8 // micro_batch
             for x in passed:
                 run.step(model(x).mean())
-            said.append("A schedule counts steps: len(batches)" in capfd.readouterr().err)
-    assert said == [False, True, False]
+    assert "len(" not in capfd.readouterr().err
 
 
 def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
