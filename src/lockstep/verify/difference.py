@@ -40,7 +40,7 @@ def described(what: str) -> str:
         if kind == "models":
             return f"{name}{of}"
         return f"{kind[:-1]} state {name}{of}" if "param_groups" not in name else f"optimizer option {name}{of}"
-    return what.removeprefix("state.").replace("kept_values.", "run.kept.").replace("kept.", "run.kept.", 1)
+    return re.sub(r"^(state\.)?kept(_values)?\.", "run.kept.", what).removeprefix("state.")
 
 
 def first_difference(reference: Transcript, other: Transcript) -> Difference | None:
