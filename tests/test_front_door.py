@@ -38,7 +38,7 @@ def test_every_error_can_be_caught_by_name():
 
 
 def test_a_misspelt_name_is_an_attribute_error_that_lists_the_names():
-    with pytest.raises(AttributeError, match="'lockstep' has no attribute 'run_all'; it has BatchPlan"):
+    with pytest.raises(AttributeError, match="'lockstep' has no attribute 'run_all'; it has AuditError"):
         _ = lockstep.run_all
     with pytest.raises(ImportError):
         exec("from lockstep import Runn")

@@ -13,10 +13,12 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 __version__ = "0.1.0"
 
 __all__ = [
+    "AuditError",
     "BatchPlan",
     "CheckpointError",
     "DamagedCheckpoint",
     "DataError",
+    "DifferentCalls",
     "LaunchError",
     "LockstepError",
     "MismatchError",
@@ -43,9 +45,11 @@ TYPE_CHECKING = False  # type checkers read it as True by its name; importing it
 if TYPE_CHECKING:
     from lockstep.batch import BatchPlan
     from lockstep.errors import (
+        AuditError,
         CheckpointError,
         DamagedCheckpoint,
         DataError,
+        DifferentCalls,
         LaunchError,
         LockstepError,
         MismatchError,
