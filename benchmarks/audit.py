@@ -94,6 +94,8 @@ def flip_bit(tensor: torch.Tensor, place: int, bit: int) -> None:
 class Faulty:
     """Does what a flip says, on this rank."""
 
+    __module__ = "lockstep.faults"  # it stands for a device, and is no state of the script
+
     def __init__(self, flip: Flip | None, rank: int) -> None:
         self.flip = None
         if flip is not None and rank in flip.wrong:  # two devices do not break alike

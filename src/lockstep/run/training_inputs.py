@@ -477,6 +477,8 @@ class _Follower:
                 if name in _OF_RANKS:
                     self.found.ranks.append(RankUse(given, f"run.{name}"))
                 return
+            if _is_ours(value):
+                return
             if _is(value, ModuleType) and not _is_script(attributes_of(value).get("__file__") or "<frozen"):
                 return
             following = attribute_of(value, name)
