@@ -209,7 +209,7 @@ def _file_rows(files: FileFacts) -> tuple[Row, ...]:
     commit = f"{path}: to flush and rename a small file takes {brief(files.commit_s)}"
     twice = "two runs in one directory are not noticed, and remove each other's checkpoints"
     volatile = "checkpoints are gone with the machine, and take memory from the ranks"
-    mount = "docker run -v $PWD/runs:/work/runs ..."
+    mount = "docker run -v $PWD/runs:/data/runs ..."
     return (
         (bad, "problem", fails, "", "--run-dir on another file system"),
         (files.free_bytes < 64 * _MIB, "problem", free, "no checkpoint fits", "df -h"),

@@ -14,9 +14,8 @@ from lockstep.doctor.host_facts import gather_files, gather_host, private_names
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
 from lockstep.doctor.machine_findings import judge
 from lockstep.formatting import plural
-from lockstep.launch import Machine
+from lockstep.launch import Machine, QuietEnd, launch_quietly
 from lockstep.launch_contract import EXIT_OK
-from lockstep.scale import failure_of, launch_quietly
 
 _QUICK_BYTES, _BYTES = 1 << 20, 32 << 20
 _TIME_LIMIT_S: Final = 300.0
@@ -80,5 +79,5 @@ def _try(
     code, said = launch_quietly([*options, "-m", _PROBE, str(number)], quiet, _TIME_LIMIT_S)
     failure = ""
     if code != EXIT_OK:
-        failure = "not done in time" if code is None else failure_of(run_dir, code, said).cause
+        failure = "not done in time" if code is None else QuietEnd.of(run_dir, code, said, _TIME_LIMIT_S).cause
     return MachineFacts.read(run_dir, own, failure)

@@ -16,9 +16,18 @@ from lockstep.doctor.script_facts import ScriptFacts, read_facts
 from lockstep.doctor.script_findings import ScriptSeen, Tried, judge_script, slowest_reader, workers_wanted
 from lockstep.doctor.source_faults import averaged_twice
 from lockstep.formatting import plural
-from lockstep.launch import Machine, Module, Script, check_program, mentions_lockstep, own_sources
+from lockstep.launch import (
+    Machine,
+    Module,
+    QuietEnd,
+    Script,
+    check_program,
+    launch_quietly,
+    mentions_lockstep,
+    own_sources,
+)
 from lockstep.launch_contract import EXIT_OK
-from lockstep.scale import FailedRun, MeasuredRun, failure_of, launch_quietly, measure
+from lockstep.scale import FailedRun, MeasuredRun, measure
 
 _STEPS: Final = 40
 _START_S: Final = 120.0  # of two ranks, on a slow file system
@@ -95,7 +104,7 @@ def _watched(request: ScriptRequest) -> tuple[Sequence[ScriptFacts], FailedRun |
         code, said = launch_quietly([*options, "-m", _WATCHED, *words], env, limit_s)
         facts = [each for each in read_facts(run_dir) if each.passes or each.step_s or each.unused]
         if code not in (EXIT_OK, None):
-            return facts, failure_of(run_dir, code, said)
+            return facts, FailedRun.of(QuietEnd.of(run_dir, code, said, limit_s))
     # A script that is slow, or has no end, has been watched for long enough.
     return facts, None if facts else FailedRun(
         "no step of an optimizer of torch, and no pass over a DataLoader", False, True

@@ -15,9 +15,9 @@ from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host import Machine, ask_driver
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.program import asks_for_help, check_program, show_help, source_file
-from lockstep.launch.program_sources import mentions_lockstep, own_files, own_sources, sources_hash, unread_options
-from lockstep.launch.quiet_run import QuietEnd, QuietRun
+from lockstep.launch.program import asks_for_help, check_program, show_help
+from lockstep.launch.program_sources import mentions_lockstep, own_sources, sources_hash, unread_options
+from lockstep.launch.quiet_run import QuietEnd, QuietRun, launch_quietly
 from lockstep.launch.request import (
     Executable,
     Function,
@@ -70,14 +70,13 @@ __all__ = [
     "job_script",
     "kind_options",
     "launch",
+    "launch_quietly",
     "mentions_lockstep",
     "name_process",
     "next_generation",
-    "own_files",
     "own_sources",
     "ranks_of",
     "show_help",
-    "source_file",
     "sources_hash",
     "start",
     "unread_options",

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -42,34 +42,11 @@ class QuietRun:
 
     def carry_out(self) -> QuietEnd:
         """Start the run and wait for its end. Nothing of it goes on when this returns or raises."""
-        code, said = self._by_copy() if self.copied else self._by_command()
-        if code is None:
-            return QuietEnd(None, f"not done after {duration(self.time_limit_s)}")
-        failure = first_failure(self.run_dir) if code else None
-        lines = [line.strip() for line in said.splitlines() if line.strip()]
-        return QuietEnd(code, " ".join(lines[-_LAST_LINES:]).removeprefix("lockstep run: "), failure)
-
-    def _by_command(self) -> tuple[int | None, str]:
-        with subprocess.Popen(
-            self._command(),
-            env=self._environment(),
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        ) as launcher:
-            try:
-                _, said = launcher.communicate(timeout=self.time_limit_s)
-            except BaseException as error:
-                # Not killed: it has ranks to end.
-                launcher.terminate()
-                launcher.communicate()
-                if isinstance(error, subprocess.TimeoutExpired):
-                    return None, ""
-                raise
-        return launcher.returncode, said
+        if self.copied:
+            code, said = self._by_copy()
+        else:
+            code, said = launch_quietly(self._options(), self._environment(), self.time_limit_s, self.directory)
+        return QuietEnd.of(self.run_dir, code, said, self.time_limit_s)
 
     def _by_copy(self) -> tuple[int | None, str]:
         said = self.run_dir.with_suffix(".txt")
@@ -125,13 +102,47 @@ class QuietRun:
     def _all_settings(self) -> dict[str, str]:
         return {"track": "none", "save_every": "none", **self.settings}
 
-    def _command(self) -> list[str]:
+    def _options(self) -> list[str]:
         words = [word for name, value in self._all_settings().items() for word in ("--set", f"{name}={value}")]
         module = ["-m"] if isinstance(self.program, Module) else []
         ranks = ["--standalone", "--nproc-per-node", str(self.ranks), "--run-dir", str(self.run_dir)]
         ranks += ["--resume"] if self.resume else []
-        command = [sys.executable, "-m", "lockstep", "run", *ranks, *words, *module]
-        return [*command, self.program.name, *self.program.args]
+        return [*ranks, *words, *module, self.program.name, *self.program.args]
+
+
+def launch_quietly(
+    options: Sequence[str], env: Mapping[str, str], time_limit_s: float, directory: Path | None = None
+) -> tuple[int | None, str]:
+    """Carry out ``lockstep run`` with ``options``: its exit code, None if its time was over, and what it said itself.
+
+    What its ranks print goes nowhere. When this returns or raises, none of its processes is left.
+
+    Args:
+        options: as on the command line, with the program at their end.
+        env: all variables of the environment.
+        time_limit_s: seconds; then it is ended.
+        directory: to work in; None: that of this process.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", "run", *options],
+        env=dict(env),
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    ) as launcher:
+        try:
+            _, said = launcher.communicate(timeout=time_limit_s)
+        except BaseException as error:
+            # Not killed: it has ranks to end.
+            launcher.terminate()
+            _, said = launcher.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                return None, said
+            raise
+    return launcher.returncode, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +152,15 @@ class QuietEnd:
     code: int | None  #: the launcher's; None: it was ended after its time limit
     said: str  #: the last of what the launcher said
     failure: Failure | None = None  #: what failed first, if a rank has said so
+
+    @classmethod
+    def of(cls, run_dir: Path, code: int | None, said: str, time_limit_s: float) -> QuietEnd:
+        """That of a run in ``run_dir`` whose launcher ended with ``code`` and has ``said`` something."""
+        if code is None:
+            return cls(None, f"not done after {duration(time_limit_s)}")
+        lines = [line.strip() for line in said.splitlines() if line.strip()]
+        last = " ".join(lines[-_LAST_LINES:]).removeprefix("lockstep run: ")
+        return cls(code, last, first_failure(run_dir) if code else None)
 
     @property
     def cause(self) -> str:

@@ -98,7 +98,7 @@ class Loop(NamedTuple):
 class Change(NamedTuple):
     """A variable or an attribute gets another value, or a list another item."""
 
-    name: str
+    path: Path
     value: tuple[Read, ...]  #: what that is computed from
     conditions: tuple[Read, ...]
     line: int
@@ -254,7 +254,7 @@ class _Reader:
         match target:
             case ast.Name(id=name):
                 self._set(name, read)
-                self.reads.changes.append(Change(name, tuple(read), self._conditions, target.lineno))
+                self.reads.changes.append(Change(Path(name), tuple(read), self._conditions, target.lineno))
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one in targets:
                     self._bind(one, read)
@@ -263,7 +263,7 @@ class _Reader:
             case ast.Attribute(value=owner):
                 if (path := _path(target)) is not None:
                     self._set(path.text, read)
-                    self.reads.changes.append(Change(path.text, tuple(read), self._conditions, target.lineno))
+                    self.reads.changes.append(Change(path, tuple(read), self._conditions, target.lineno))
                 self._write(owner, read, target.lineno)
             case ast.Subscript(value=owner, slice=place):
                 read = [*read, *self.expression(place)]
@@ -353,7 +353,7 @@ class _Reader:
                 self.reads.filled_from.setdefault(name, []).extend((*call.every, *self._conditions))
                 if node.func.attr in _GROWS:
                     value = (Path(name), *call.every)
-                    self.reads.changes.append(Change(name, value, self._conditions, node.lineno))
+                    self.reads.changes.append(Change(Path(name), value, self._conditions, node.lineno))
         return call
 
 

@@ -386,11 +386,10 @@ class _Follower:
         changes = [change for change in context.reads.changes if loop.first < change.line <= loop.last]
         exits = tuple(read for each in context.reads.exits for read in each)
         for change in changes:
-            name = change.name
+            here, name = change.path, change.path.text
             if name not in whats or name in loop.fresh or self._asks_step(context, (*change.conditions, *exits)):
                 continue
-            here = _path_of(name)
-            is_made_of_itself = all(here in other.value for other in changes if other.name == name)
+            is_made_of_itself = all(here in other.value for other in changes if other.path == here)
             of_body = (
                 isinstance(read, Path) and not read.attributes and read.root in loop.fresh for read in change.value
             )
@@ -569,11 +568,6 @@ def _bind(context: _Context, call: Call, callee: _Callee, reads: Reads) -> dict[
         value = context.value_of(part[0]) if is_path and isinstance(part[0], Path) else NOTHING
         bound[name] = _Argument(part, value)
     return bound
-
-
-def _path_of(text: str) -> Path:
-    root, *attributes = text.split(".")
-    return Path(root, tuple(attributes))
 
 
 def _is(value: object, *kinds: type) -> bool:

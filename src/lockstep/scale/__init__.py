@@ -9,7 +9,7 @@ from lockstep.scale.find_setting import find
 from lockstep.scale.find_setting import report as found_report
 from lockstep.scale.fit import divisors, fit_micro_batch
 from lockstep.scale.links import Link
-from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, failure_of, launch_quietly, measure
+from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
 from lockstep.scale.memory_need import memory_table
 from lockstep.scale.predict import PredictionRequest, cheapest_within, fastest_within, predict, side_by_side, what_if
 from lockstep.scale.predict_picture import draw_estimates, draw_table
@@ -64,13 +64,11 @@ __all__ = [
     "draw_estimates",
     "draw_table",
     "estimates_table",
-    "failure_of",
     "fastest_within",
     "find",
     "fit_micro_batch",
     "found_report",
     "largest",
-    "launch_quietly",
     "look",
     "measure",
     "memory_table",

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.formatting import duration
-from lockstep.launch import Module, Script, first_failure
+from lockstep.launch import Module, QuietEnd, QuietRun, Script
 from lockstep.launch_contract import EXIT_KILLED, EXIT_OK, MEASURE
 from lockstep.step_record import MeasureRequest, RankRecord
 
 #: In the words of CUDA's allocator, of the CPU's and of Python.
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|can't allocate memory|Cannot allocate memory")
-_LAST_LINES = 3  # of the launcher, where no rank has said why it failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +42,15 @@ class FailedRun:
     cause: str  #: one line
     out_of_memory: bool = False
     unmeasured: bool = False  #: nothing went wrong: it did not come to a step that is measured, or not in time
+
+    @classmethod
+    def of(cls, end: QuietEnd) -> FailedRun:
+        """Why a run that has ended so has failed."""
+        if end.code is None:
+            return cls(end.cause, unmeasured=True)
+        if end.failure is not None:
+            return cls(end.cause, _OUT_OF_MEMORY.search(f"{end.failure.kind}: {end.failure.message}") is not None)
+        return cls(end.cause, end.code == EXIT_KILLED or _OUT_OF_MEMORY.search(end.cause) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,67 +82,22 @@ def measure(run: MeasuredRun) -> Records | FailedRun:
             sum_budget_s=run.sum_budget_s,
         )
         before = _children_cpu_s()
-        code, said = launch_quietly(_command(run, run_dir), _environment(request), run.time_limit_s)
-        if code is None:
-            return FailedRun(f"not done after {duration(run.time_limit_s)}", unmeasured=True)
-        if code != EXIT_OK:
-            return failure_of(run_dir, code, said)
+        end = QuietRun(
+            run.program,
+            run_dir,
+            run.ranks,
+            settings=run.settings,
+            env={MEASURE: request.to_text()},
+            time_limit_s=run.time_limit_s,
+        ).carry_out()
+        if end.code != EXIT_OK:
+            return FailedRun.of(end)
         found = tuple(RankRecord.read(path) for path in sorted(records.glob("rank-*.json")))
         if not found or not all(record.steps for record in found):
             cause = "no step was measured: the script trains in no loop over run.train(...)"
             return FailedRun(cause, unmeasured=True)
         traces = tuple(path.read_bytes() for path in sorted((run_dir / "profile").glob("*.json.gz"), key=_rank_of))
         return Records(found, traces, _children_cpu_s() - before)
-
-
-def launch_quietly(options: Sequence[str], env: Mapping[str, str], time_limit_s: float) -> tuple[int | None, str]:
-    """Carry out ``lockstep run`` with ``options``: its exit code, None if its time was over, and what it said itself.
-
-    What its ranks print goes nowhere. When this returns or raises, none of its processes is left.
-    """
-    with subprocess.Popen(
-        [sys.executable, "-m", "lockstep", "run", *options],
-        env=dict(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    ) as launcher:
-        try:
-            _, said = launcher.communicate(timeout=time_limit_s)
-        except BaseException as error:
-            # Not killed: it has ranks to end.
-            launcher.terminate()
-            _, said = launcher.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                return None, said
-            raise
-    return launcher.returncode, said
-
-
-def _command(run: MeasuredRun, run_dir: Path) -> list[str]:
-    settings = {"track": "none", "save_every": "none", **run.settings}
-    words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
-    module = ["-m"] if isinstance(run.program, Module) else []
-    ranks = ["--standalone", "--nproc-per-node", str(run.ranks), "--run-dir", str(run_dir)]
-    return [*ranks, *words, *module, run.program.name, *run.program.args]
-
-
-def _environment(request: MeasureRequest) -> dict[str, str]:
-    return {**os.environ, MEASURE: request.to_text(), "LOCKSTEP_VIEW": "silent"}
-
-
-def failure_of(run_dir: Path, code: int, said: str) -> FailedRun:
-    """Why a run in ``run_dir`` ended with ``code``, of which the launcher ``said`` something."""
-    failure = first_failure(run_dir)
-    if failure is not None:
-        first_line = failure.message.partition("\n")[0]
-        cause = f"rank {failure.rank}: {failure.kind.rpartition('.')[2]}: {first_line}"
-        return FailedRun(cause, _OUT_OF_MEMORY.search(f"{failure.kind}: {failure.message}") is not None)
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    cause = " ".join(lines[-_LAST_LINES:]).removeprefix("lockstep run: ") or f"exit code {code}"
-    return FailedRun(cause, code == EXIT_KILLED or _OUT_OF_MEMORY.search(cause) is not None)
 
 
 def _children_cpu_s() -> float:

@@ -6,13 +6,14 @@ Only the script and the files of its own that it imports are read; nothing of th
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
-from lockstep.launch import Module, Script, own_files, source_file
+from lockstep.launch import Module, Script, own_sources
 
 _GENERATORS: Final = {"Generator", "default_rng", "RandomState", "Random"}
 _CHANGES: Final = {
@@ -57,14 +58,10 @@ class ScriptSource:
         """What can be read of ``program``; empty, if nothing can."""
         lines: dict[str, list[str]] = {}
         trees: dict[str, ast.Module] = {}
-        main = source_file(program)
-        root = Path.cwd() if isinstance(program, Module) or main is None else main.resolve().parent
-        for name, content in own_files(program):
-            try:
-                trees[str(root / name)] = ast.parse(content)
-                lines[str(root / name)] = content.decode(errors="replace").splitlines()
-            except (SyntaxError, ValueError, RecursionError):
-                continue
+        for path, text in own_sources(program):
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                trees[path] = ast.parse(text)
+                lines[path] = text.splitlines()
         return cls(lines, trees)
 
     def line(self, file: str, number: int) -> Line:
@@ -82,7 +79,7 @@ class ScriptSource:
     # ---- where something is --------------------------------------------------------------------------------------
 
     def set_at(self, path: str) -> Line | None:
-        """Where what a ``path`` such as ``dataset.counts['a']`` leads to is set, the most telling line of several.
+        """Where what a ``path`` such as ``dataset.counts['a']`` leads to is set, the line that says most of several.
 
         A line that changes it in a function tells more than one in ``__init__`` or at the top.
         """
