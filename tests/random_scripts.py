@@ -310,8 +310,10 @@ class Net(nn.Module):
             h = torch.tanh(self.again(h))
         if self.training and recipe.hidden in ("calls", "unused calls"):
             self.calls += 1
-        slowed = self.gain / (1 + 0.01 * self.calls * (recipe.hidden == "calls"))
-        return slowed * self._odd(self.out(h - self._buffer(h.detach())))
+        return self._slowed() * self._odd(self.out(h - self._buffer(h.detach())))
+
+    def _slowed(self) -> float:
+        return self.gain
 
     def train(self, mode: bool = True) -> Net:
         super().train(mode)
@@ -395,6 +397,13 @@ def _labels(samples: int) -> torch.Tensor:
     return torch.randint(0, 3, (samples,), generator=torch.Generator().manual_seed(6))
 
 
+class SlowingNet(Net):
+    """Counts its forward passes, and slows down by them."""
+
+    def _slowed(self) -> float:
+        return self.gain / (1 + 0.01 * self.calls)
+
+
 class Samples(Dataset[tuple[torch.Tensor, ...]]):
     """Stored samples, as the recipe changes them."""
 
@@ -425,7 +434,7 @@ def training_of(recipe: Recipe) -> Training:
     own = SimpleNamespace(calls=0, steps=0, last=0.0, losses=[], generator=torch.Generator().manual_seed(0))
 
     def models() -> list[nn.Module]:
-        net = Net(recipe)
+        net = SlowingNet(recipe) if recipe.hidden == "calls" else Net(recipe)
         if recipe.change in ("unfreeze", "add"):
             net.middle.requires_grad_(False)
         critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -474,18 +483,35 @@ def training_of(recipe: Recipe) -> Training:
 
         return learns
 
+    def by_calls(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs / (1 + 0.01 * own.calls)
+
+    def by_generator(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs + 0.1 * torch.randn(outputs.shape, generator=own.generator)
+
+    def by_last_output(outputs: torch.Tensor) -> torch.Tensor:
+        before, own.last = own.last, outputs.detach().mean(0)
+        return outputs + 0.1 * before
+
+    def by_steps(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs / (1 + 0.1 * own.steps)
+
+    def unchanged(outputs: torch.Tensor) -> torch.Tensor:
+        return outputs
+
+    hidden = {
+        "body calls": by_calls,
+        "generator": by_generator,
+        "last output": by_last_output,
+        "step counter": by_steps,
+    }
+    change_outputs = hidden.get(recipe.hidden or "", unchanged)
+
     def learn(models: list[nn.Module], batch: tuple[torch.Tensor, ...]) -> Iterator[Part]:
         x, y, items = batch
         outputs = models[0](x).float()
         own.calls += 1
-        if recipe.hidden == "body calls":
-            outputs = outputs / (1 + 0.01 * own.calls)
-        elif recipe.hidden == "generator":
-            outputs = outputs + 0.1 * torch.randn(outputs.shape, generator=own.generator)
-        elif recipe.hidden == "last output":
-            outputs, own.last = outputs + 0.1 * own.last, outputs.detach().mean(0)
-        elif recipe.hidden == "step counter":
-            outputs = outputs / (1 + 0.1 * own.steps)
+        outputs = change_outputs(outputs)
         each = F.cross_entropy(outputs, y, reduction="none")
         measured = {"right": outputs.argmax(1) == y, "each": each, "first": outputs[0, 0]} if recipe.measured else {}
         means = {"weighed": (each.mean(), 1 + int(items[0]))} if recipe.measured else {}

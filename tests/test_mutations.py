@@ -643,7 +643,10 @@ def test_all_that_unpickles_is_here():
     """Only what came from a process of the same job, or from the run's private directory, is unpickled."""
     own = {
         "collectives/object_channel.py",  # of ranks, through gloo, as torch's own object collectives are
+        "collectives/gathered_objects.py",  # the same
+        "doctor/watched.py",  # in the place of torch.load, of a script that calls it
         "launch/launcher.py",  # what ranks of `lockstep.launch` returned, in the run directory
+        "verify/plain_script.py",  # the same
         "testing/ranks.py",  # of processes that a test has started, through a pipe
     }
     loads = {"pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load", "np.load", "marshal.loads", "shelve.open"}
@@ -663,6 +666,7 @@ def test_all_that_reads_json_is_here():
         "tune/start_search.py", "tune/search_worker.py", "tune/outcome.py", "tune/search_directory.py",
         "tune/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py", "step_record.py",
         "checkpoint/model_files.py", "checkpoint/save_thread.py", "checkpoint/next_step.py", "records.py",
+        "transcript.py", "verify/written_run.py",
         "launch/workers/fork_server.py", "launch/workers/fork_messages.py", "launch/workers/rank_environment.py",
     }  # fmt: skip
     house = Path(lockstep.__file__).parent

@@ -118,7 +118,7 @@ def test_a_rank_that_leaves_alone_is_told_at_once_with_its_line():
         assert f"{said} step 3 (test_leaves.py:{on})" in waits or strategy.startswith("local"), waits
     for case, both in zip(others, told[len(PARTED) :], strict=True):
         assert any(f"rank 1 {'ended' if case is after_a_pass else 'left'} the " in one for one in both), both
-        assert both[0].startswith("MismatchError: ranks make different calls"), both
+        assert both[0].startswith("DifferentCalls: ranks make different calls"), both
         assert "and not all ranks did" in both[1] or case is after_a_pass, both
 
 

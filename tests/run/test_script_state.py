@@ -46,10 +46,10 @@ def test_weights_beside_the_run_are_seen_wherever_a_script_has_them():
 
 
 def test_weights_of_the_run_kept_ones_and_other_tensors_are_not():
-    assert lost(*script(lambda it: moved(it.model))) == ([], [])
-    assert lost(*script(lambda it: moved(it.kept))) == ([], [])
-    assert lost(*script(lambda it: it.inputs.add_(1))) == ([], [])
-    assert lost(*script(lambda it: setattr(it.trainer, "views", it.model.state_dict()))) == ([], [])
+    assert not any(lost(*script(lambda it: moved(it.model))))
+    assert not any(lost(*script(lambda it: moved(it.kept))))
+    assert not any(lost(*script(lambda it: it.inputs.add_(1))))
+    assert not any(lost(*script(lambda it: setattr(it.trainer, "views", it.model.state_dict()))))
 
 
 def test_numbers_texts_and_lengths_are_said_with_both_values():
@@ -63,4 +63,4 @@ def test_a_variable_that_is_not_there_yet_was_not_lost():
     before, after = script(lambda it: moved(it.average))
     after["variables"].remove("average")
     assert lost(before, after).weights == []
-    assert lost({}, after) == ([], []), "an earlier version has noted nothing"
+    assert not any(lost({}, after)), "an earlier version has noted nothing"

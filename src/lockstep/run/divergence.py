@@ -7,6 +7,7 @@ before each save, which is not made if they differ. Models are compared before e
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -123,7 +124,8 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _of_cpu(flat: torch.Tensor) -> int:
-    return zlib.crc32(flat.numpy().data)
+    # Not by NumPy: a storage that NumPy has seen cannot be resized any more, and FSDP resizes that of gathered ones.
+    return zlib.crc32((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else b"")
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
