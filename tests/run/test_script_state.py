@@ -24,7 +24,9 @@ def script(change):
     """What is seen of a script's variables before and after a ``change`` of them, which some are free of."""
     model, kept = net(), net()
     trainer, average, inputs = Trainer(model), copy.deepcopy(model), torch.zeros(4, 3)
-    state = SimpleNamespace(models=[model], optimizers=[], schedulers=[], kept={"kept": as_stateful("kept", kept)})
+    state = SimpleNamespace(
+        models=[model], optimizers=[], schedulers=[], sample_sources=[], kept={"kept": as_stateful("kept", kept)}
+    )
     before = script_state(sys._getframe(), state)
     change(SimpleNamespace(**locals()))
     after = script_state(sys._getframe(), state)

@@ -41,18 +41,25 @@ class DivergenceCheck:
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
+        self._apart: Final[set[str]] = set()  # what the training is computed from, and each rank has its own of
         self._equal_at = 0  # the last step after which ranks were equal
 
     def compare(
-        self, state: SavedTree, step: int, *, modules: Mapping[str, object] = _NOTHING, in_step: bool = False
+        self,
+        state: SavedTree,
+        step: int,
+        *,
+        modules: Mapping[str, object] = _NOTHING,
+        inputs: Mapping[str, tuple[object, object]] | None = None,
+        in_step: bool = False,
     ) -> None:
         """Check that all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
 
         With ``in_step``, before the update of the one that follows.
 
         So must be the plain values of what the script keeps, under ``kept_values``, and of kept schedulers, and to what
-        ``modules`` are set, by name. One pass over the tensors, and about 1 ms; tensors that a rank holds a part of are
-        left out. Waits for the GPU.
+        ``modules`` are set, by name; and the second one of each of ``inputs``, where the first one was. One pass over
+        the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
@@ -64,11 +71,22 @@ class DivergenceCheck:
         own = dict(zip(tensors, checksums(list(tensors.values())), strict=True))
         plain = dict(state.get("kept_values", {})) | schedulers_in(state.get("kept", {}))
         own |= {name: zlib.crc32(repr(value).encode()) for name, value in (*plain_in(plain), *modules.items())}
-        found = zlib.crc32(repr(sorted(own.items())).encode())  # objects may tell of their parts in any order
-        if len(set(self._group.gather_objects(found, "a checksum of all state"))) == 1:
-            self._equal_at = step
-            return
-        self._name_differences(own, step, in_step, set(modules))
+        given = {n: tuple(zlib.crc32(repr(one).encode()) for one in two) for n, two in (inputs or {}).items()}
+        given = {name: sums for name, sums in given.items() if name not in self._apart}
+        every = sorted(own.items()), sorted((name, now) for name, (_, now) in given.items())
+        found = zlib.crc32(repr(every).encode())  # objects may tell of their parts in any order
+        if len(set(self._group.gather_objects(found, "a checksum of all state"))) > 1:
+            self._name_differences(own | self._differing(given), step, in_step, set(modules))
+        self._equal_at = step
+
+    def _differing(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """What was the same on all ranks and is not any more. Collective; what was not is left out from now on."""
+        by_rank = self._group.gather_objects(given, "what the training is computed from")
+        names = dict.fromkeys(name for one in by_rank for name in one)
+        differ = [name for name in names if len({one[name][1] if name in one else None for one in by_rank}) > 1]
+        were_equal = {name for name in differ if len({one[name][0] if name in one else None for one in by_rank}) == 1}
+        self._apart.update(set(differ) - were_equal)
+        return {name: given[name][1] for name in differ if name in were_equal}
 
     def _name_differences(self, own: dict[str, int], step: int, in_step: bool, of_modules: set[str]) -> None:
         by_rank = self._group.gather_objects(own, "checksums of all state")
@@ -87,6 +105,8 @@ class DivergenceCheck:
                 "state_dict() names its parts by what differs between processes, such as id(...), or a rank holds "
                 "more than others. Such a state cannot be restored in another process; nothing of it was saved"
             )
+        if not differ:
+            return
         first, ranks = next(iter(differ.items()))
         others = len(differ) - 1
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""

@@ -109,6 +109,7 @@ class Loaders:
         )
         if arguments.micro_batch is None:
             self._chosen.add(plan)
+        context.state.sample_sources += [dataset, arguments.collate_fn, arguments.order]
         on_gpu = context.device.type == "cuda"
         loader = open_micro_batch_loader(
             dataset,

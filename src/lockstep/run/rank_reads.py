@@ -24,13 +24,14 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
     """Refuse what changes the training with the number of ranks, and ``say`` what may.
 
     Raises:
-        UsageError: if an optimizer or a scheduler is made from it, or a model or one of these changed by it.
+        UsageError: if an optimizer or a scheduler is made from it, a model or one of these is changed by it, or a loss
+            is computed from it.
     """
     if inputs.failed:
         say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")
     for use in inputs.ranks:
         given = use.given
-        if use.on == LENGTH or (use.on != "run.rank" and given.kind in ("registered", "write")):
+        if use.on == LENGTH or (use.on != "run.rank" and given.kind in ("registered", "write", "step")):
             raise UsageError(
                 f"{given.where}: {given.what} is computed from {use.on}, so the result would depend on the number of "
                 f"ranks. {_WAYS.get(use.on, _SCALED)}"

@@ -22,6 +22,7 @@ import zlib
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from multiprocessing.sharedctypes import Synchronized
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -31,6 +32,7 @@ from types import (
     GeneratorType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
     SimpleNamespace,
 )
@@ -46,6 +48,8 @@ _MOST_ITEMS: Final = 500  # of one list or dict
 _VISITS: Final = 5  # objects that are looked at for each mark
 _SMALL: Final = 1 << 20  # elements of a tensor or an array that are read
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+#: The methods of Python's own objects, such as `itertools.count().__next__`.
+BUILTIN_METHODS: Final = (BuiltinFunctionType, MethodWrapperType)
 _NO_STATE: Final = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType)
 #: Packages whose functions and objects lead to all of the process, or are no state of a script; but for these of them.
 _FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "numpy", "tqdm"}
@@ -231,6 +235,10 @@ def mark_of(value: object) -> Mark | None:
     return None
 
 
+def _seen_of(value: object) -> object:
+    return None if (mark := mark_of(value)) is None else mark.seen
+
+
 def _seen_of_tensor(value: torch.Tensor) -> object:
     is_plain = value.layout is torch.strided and not value.is_nested and not hasattr(value, "to_local")
     if is_plain and value.device.type == "cpu" and value.numel() <= _SMALL:
@@ -258,6 +266,8 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (np.generic, 1, lambda value: value.tobytes()),
     (itertools.count, 1, repr),
     (_ITERATORS, 1, operator.length_hint),
+    (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
+    (Synchronized, 1, lambda value: repr(value.value)),
     (enumerate, 1, lambda value: value.__reduce__()[1][1]),
     (torch.Generator, 0, lambda value: int(checksum(value.get_state()))),
     (np.random.Generator, 0, lambda value: _checksum(value.bit_generator.state)),

@@ -44,15 +44,14 @@ from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
 from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
 from lockstep.run.script_places import Held, changed_by
+from lockstep.run.shared_inputs import SharedInputs
 from lockstep.run.state import State
-from lockstep.run.training_inputs import TrainingInputs, training_inputs
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
 #: micro-batches.
 _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
-_STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
 
 _NOTHING: Final = "nothing", "nothing"
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -239,15 +238,14 @@ class Replays:
     Args:
         group: all ranks.
         state: what the run holds.
+        inputs: what the training is computed from.
         notes_all: whether each micro-batch has a play, also one that is not compared here.
     """
 
-    def __init__(self, group: Group, state: State, *, notes_all: bool = False) -> None:
+    def __init__(self, group: Group, state: State, inputs: SharedInputs, *, notes_all: bool = False) -> None:
         self._group: Final = group
         self._state: Final = state
-        self._inputs: TrainingInputs | None = None  # of the loop that the script is in
-        self._readings = 0
-        self._read_at = 0
+        self._inputs: Final = inputs
         self._notes_all: Final = notes_all
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
         self._first: Played | None = None  # what came first, of this rank's own
@@ -261,7 +259,7 @@ class Replays:
         # An audit asks what was computed, and not what the script has drawn from: to find that takes some milliseconds.
         generators = _generators(self._state.models) if is_compared and not position.audited else {}
         self.play = Play(generators) if is_noted else None
-        if self.play is not None and self._inputs is not None and position.is_replay and not position.audited:
+        if self.play is not None and position.is_replay and not position.audited:
             self.play.before = self._inputs.held()
 
     def note_given(self, parts: object) -> None:
@@ -321,8 +319,9 @@ class Replays:
         if play is not None and _is_compared(position):
             play.end_body()
             if not (position.is_other_ranks or position.audited):
-                self._read_script(step)
-                play.after = self._inputs.held() if self._inputs is not None else {}
+                self._inputs.read_loop(step)
+                play.after = self._inputs.held()
+                self._inputs.body_is_over(play.before, play.after)
             played = Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
@@ -335,19 +334,12 @@ class Replays:
                     first_difference(*notes)
                     or first.play.other_generator(play)
                     or changed_by(first.play.after, play.before, play.after)
-                    or (self._inputs.carried if self._inputs is not None else "")
+                    or self._inputs.carried
                 )
                 if difference:
                     place = place_of(position.index, position.of, step)
                     raise ReplayError(difference, place, reads_world_size=self.reads_world_size)
         return play
-
-    def _read_script(self, step: int) -> None:
-        """What the training is computed from in this loop: read in the first ones, and then once in so many steps."""
-        if self._inputs is None and (self._readings < _FREE_PASSES or step - self._read_at >= _STEPS_A_READING):
-            self._readings += 1
-            self._read_at = step
-            self._inputs = training_inputs(sys._getframe(), self._state)
 
     def take(self, position: MicroBatchPosition, step: int) -> Played | None:
         """What was remembered of an audited micro-batch, which has its losses; nothing more is. None: nothing was."""
@@ -395,7 +387,7 @@ class Replays:
     def leave(self) -> None:
         """The loop is left, with the variables of the functions in it."""
         self.forget()
-        self._inputs = None
+        self._inputs.leave()
 
 
 class Digest(NamedTuple):

@@ -7,9 +7,10 @@ No code of the objects is run.
 
 from __future__ import annotations
 
+import ast
 import functools
 import operator
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Collection, Iterable, Mapping
 from types import CellType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 from lockstep.run.reachable import MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
+from lockstep.run.source_reads import is_key
 
 NOTHING: Final = object()  #: where there is no value
 _DEPTH: Final = 5
@@ -37,6 +39,13 @@ class Place(NamedTuple):
     def key(self) -> tuple[int, str, tuple[str, ...]]:
         """Equal for the same place."""
         return id(self.owner), self.name, self.attributes
+
+    @property
+    def slot(self) -> tuple[int, str]:
+        """Equal for the same variable or attribute, by whatever way it is reached now."""
+        if not self.attributes:
+            return id(self.owner), self.name
+        return id(self._replace(attributes=self.attributes[:-1]).value(None)), self.attributes[-1]
 
     def value(self, variables: Mapping[str, Any] | None) -> object:
         """What is there now, or `NOTHING`; ``variables`` are those of the frame that is its owner."""
@@ -109,9 +118,11 @@ def attributes_of(value: object) -> dict[str, Any]:
 
 
 def attribute_of(value: object, name: str) -> object:
-    """An attribute, without running any code of the object."""
+    """An attribute, or the item under a key, without running any code of the object."""
     if value is NOTHING:
         return NOTHING
+    if is_key(name):
+        return _item_of(value, ast.literal_eval(name[1:-1]))
     own = attributes_of(value)
     if name in own:
         return own[name]
@@ -129,3 +140,11 @@ def attribute_of(value: object, name: str) -> object:
                 return NOTHING
         return found
     return NOTHING
+
+
+def _item_of(value: Any, key: object) -> object:
+    kind = type(value)
+    if issubclass(kind, dict):
+        return dict.get(value, key, NOTHING)
+    is_there = issubclass(kind, list | tuple | deque) and isinstance(key, int) and key < len(value)
+    return value[key] if is_there and kind in (list, tuple, deque) else NOTHING

@@ -10,6 +10,7 @@ variable has otherwise there was lost, whenever it may show. Whether the trainin
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from types import FrameType
@@ -22,7 +23,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.collectives import local_part
 from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
-from lockstep.run.reachable import TENSOR_RANK, find, look, script_roots
+from lockstep.run.reachable import TENSOR_RANK, Mark, find, look, script_roots
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
 
@@ -50,14 +51,14 @@ def script_state(frame: FrameType | None, state: State) -> StateTree:
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     roots = {name: value for name, value in roots.items() if id(value) not in skip}
     marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
-    inputs = training_inputs(frame, state).held()
+    inputs = training_inputs(frame, state).held_between()
     return {
         "variables": sorted(roots),
         "inputs": {
-            path: {"value": str(mark.seen)[:_SHOWN], "of": what}
+            path: {"value": value, "of": what}
             for path, (mark, what) in inputs.items()
             # A dict may be a cache, which is filled again.
-            if mark.rank != TENSOR_RANK and mark.kind not in ("dict", "set")
+            if mark.kind not in ("dict", "set") and (value := _shown(mark))
         },
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {
@@ -66,6 +67,15 @@ def script_state(frame: FrameType | None, state: State) -> StateTree:
             if mark.rank != TENSOR_RANK and "._" not in path  # such as a module's hooks
         },
     }
+
+
+def _shown(mark: Mark) -> str:
+    """A text for what a mark has seen, equal for equal values; "" where it cannot tell."""
+    if mark.rank != TENSOR_RANK:
+        return str(mark.seen)[:_SHOWN]
+    # Of a large tensor or one of a GPU, only that it is the same object.
+    is_known = isinstance(mark.seen, tuple) and not isinstance(mark.seen[1], int)
+    return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if is_known else ""
 
 
 def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:

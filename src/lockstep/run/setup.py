@@ -35,6 +35,7 @@ from lockstep.run.progress_reporter import ProgressReporter
 from lockstep.run.rank_warnings import RankWarnings
 from lockstep.run.run_checkpoints import DirectoryCheckpointer, NoCheckpointer, RunCheckpointer
 from lockstep.run.save_stop import SaveStopController
+from lockstep.run.shared_inputs import SharedInputs
 from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
@@ -91,6 +92,7 @@ class RunContext:
     position: RunPosition
     metrics: PassMetrics
     carried: CarriedState
+    inputs: SharedInputs
     emergency: Emergency
     profiler: StepProfiler | None  #: None: no steps are recorded
     measure: MeasureRequest | None  #: what a benchmark wants to know; None: this is no benchmark's run
@@ -166,6 +168,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
     if of_script:
         _runs_of_script[job.run_dir or ""] = _runs_of_script.get(job.run_dir or "", 0) + 1
+    state = State()
     return RunContext(
         resolved=resolved,
         world=world,
@@ -189,12 +192,13 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         ),
         leaves=LeaveAgreement(group, agrees=not isinstance(strategy, HasServerRanks)),
         identity=RunIdentity(settings, threads, device),
-        state=State(),
+        state=state,
         position=RunPosition(settings.seed, settings.best),
         metrics=metrics,
         emergency=open_emergency(settings, env, group, world, strategy, metrics, reporter.say)
         if has_emergency
         else NoEmergency(),
+        inputs=SharedInputs(state),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None

@@ -186,7 +186,12 @@ class RunSnapshot:
         shared = {name: value for name, value in tree.items() if name != "attributes"}
         # Between two passes the script may do with modules on one rank what it likes, such as draw a picture.
         modules = self._modules(attributes_of_all=attributes_of_all) if self._metrics.inside == "train" else {}
-        self._divergence.compare(shared, self._position.progress.step, modules=modules | self._take_left())
+        self._divergence.compare(
+            shared,
+            self._position.progress.step,
+            modules=modules | self._take_left(),
+            inputs=self._context.inputs.between_bodies() if self._context.share.in_step else {},
+        )
 
     def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
         """What modules are set to, by name, where it is to be the same on all ranks."""

@@ -27,20 +27,25 @@ _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
 class Path(NamedTuple):
-    """A variable that is read, or an attribute of it: ``self.pool.images``."""
+    """A variable that is read, or what it leads to by attributes and constant keys: ``self.parts['pool'].images``."""
 
     root: str
-    attributes: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()  #: and keys, as ``['pool']``
 
     @property
     def text(self) -> str:
         """As the script writes it."""
-        return ".".join((self.root, *self.attributes))
+        return self.root + "".join(name if is_key(name) else f".{name}" for name in self.attributes)
 
     @property
     def owner(self) -> Path:
         """What has the last attribute."""
         return Path(self.root, self.attributes[:-1])
+
+
+def is_key(attribute: str) -> bool:
+    """Whether a part of a path is a key, and no attribute."""
+    return attribute.startswith("[")
 
 
 class Call(NamedTuple):
@@ -63,16 +68,27 @@ class Call(NamedTuple):
         return tuple(read for part in (*self.arguments, *named) for read in part)
 
 
+class Guard(NamedTuple):
+    """A test under which something is done."""
+
+    test: ast.expr
+    holds: bool  #: whether the test must, or must not
+
+
 class Choice(NamedTuple):
-    """``then`` if a path equals a constant, else ``otherwise``."""
+    """What is read only where some tests say so."""
 
-    path: Path
-    constant: object
-    then: tuple[Read, ...]
-    otherwise: tuple[Read, ...]
+    guards: tuple[Guard, ...]
+    reads: tuple[Read, ...]
 
 
-Read = Path | Call | Choice
+class Counted(NamedTuple):
+    """What is new in each turn of a loop over ``items``, as `enumerate` counts, or from another list in a `zip`."""
+
+    items: tuple[Read, ...]
+
+
+Read = Path | Call | Choice | Counted
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -83,8 +99,10 @@ class Use(NamedTuple):
     target: Path | None  #: the object that is written to
     value: tuple[Read, ...]
     conditions: tuple[Read, ...]
-    loop: int  #: the innermost loop around it, as an index into `Reads.exits`; 0 for none
+    loops: tuple[int, ...]  #: those around it, as indices into `Reads.exits`; the first one is the function
     line: int
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
 
 
 class Loop(NamedTuple):
@@ -95,6 +113,9 @@ class Loop(NamedTuple):
     fresh: frozenset[str]  #: variables that each turn sets anew, before it reads them
 
 
+NO_LOOP: Final = Loop(0, -1, frozenset())
+
+
 class Change(NamedTuple):
     """A variable or an attribute gets another value, or a list another item."""
 
@@ -102,6 +123,8 @@ class Change(NamedTuple):
     value: tuple[Read, ...]  #: what that is computed from
     conditions: tuple[Read, ...]
     line: int
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
 
 
 @dataclass
@@ -110,6 +133,7 @@ class Reads:
 
     parameters: ast.arguments | None = None
     set_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable, or a path of attributes
+    bound_to: dict[str, list[tuple[Read, ...]]] = field(default_factory=dict)  #: the same of a variable, by assignments
     filled_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable: what its methods are given
     returned: list[Read] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
@@ -121,13 +145,13 @@ class Reads:
     def loop_at(self, line: int) -> Loop:
         """The innermost loop around a ``line``."""
         around = [loop for loop in self.loops if loop.first <= line <= loop.last]
-        return min(around, key=lambda loop: loop.last - loop.first, default=Loop(0, -1, frozenset()))
+        return min(around, key=lambda loop: loop.last - loop.first, default=NO_LOOP)
 
 
 @functools.lru_cache(maxsize=512)
 def reads_of(code: CodeType) -> Reads | None:
     """What the function with this ``code`` reads; None where its source cannot be had."""
-    node = _nodes(code.co_filename).get((code.co_name, code.co_firstlineno))
+    node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
     if node is None:
         return None
     reader = _Reader()
@@ -142,7 +166,7 @@ def reads_of(code: CodeType) -> Reads | None:
 
 
 @functools.lru_cache(maxsize=64)
-def _nodes(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
+def nodes_of(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
     """The functions of a source file, by what their code says of its name and first line."""
     try:
         module = ast.parse("".join(linecache.getlines(file)))
@@ -164,7 +188,9 @@ class _Reader:
     def __init__(self) -> None:
         self.reads: Final = Reads()
         self._conditions: tuple[Read, ...] = ()
-        self._loop = 0
+        self._loops: tuple[int, ...] = (0,)
+        self._tests = 0  # around
+        self._guards: tuple[Guard, ...] = ()
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -183,25 +209,25 @@ class _Reader:
                 ast.For(target=target, iter=items, body=body, orelse=orelse)
                 | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)
             ):
-                read = self._items_of(items)
-                self._bind(target, read)
-                self._enter_loop(node, body, read)
+                self._enter_loop(node, body, self._bind_items(target, items))
                 self.block(orelse)
             case ast.While(test=test, body=body, orelse=orelse):
                 self._enter_loop(node, body, self.expression(test))
                 self.block(orelse)
             case ast.If(test=test, body=body, orelse=orelse):
-                read = self.expression(test)
+                read = [] if _asks_for_several_ranks(test) else self.expression(test)
                 if any(isinstance(inner, _EXITS) for inner in _within(node)):
-                    self.reads.exits[self._loop] += (*self._conditions, *read)
-                self._under(read, body)
-                self._under(read, orelse)
+                    self.reads.exits[self._loops[-1]] += self._guarded((*self._conditions, *read))
+                for block, holds in ((body, True), (orelse, False)):
+                    self._guards = (*self._guards, Guard(test, holds))
+                    self._under(read, block, is_test=True)
+                    self._guards = self._guards[:-1]
             case ast.Match(subject=subject, cases=cases):
                 read = self.expression(subject)
                 for case in cases:
                     for name in (n.name for n in ast.walk(case.pattern) if isinstance(n, ast.MatchAs | ast.MatchStar)):
                         self._set(name or "_", read)
-                    self._under([*read, *(self.expression(case.guard) if case.guard else ())], case.body)
+                    self._under([*read, *(self.expression(case.guard) if case.guard else ())], case.body, is_test=True)
             case ast.Try() | ast.TryStar():
                 self.block(node.body)
                 for handler in node.handlers:
@@ -214,7 +240,7 @@ class _Reader:
                         self._bind(item.optional_vars, read)
                 self.block(body)
             case ast.Return(value=ast.expr() as value):
-                self.reads.returned += (*self.expression(value), *self._conditions)
+                self.reads.returned += self._guarded((*self.expression(value), *self._conditions))
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.reads.outer.update(names)
             case ast.Expr(value=value):
@@ -226,17 +252,26 @@ class _Reader:
                     if isinstance(child, ast.expr):
                         self.expression(child)
 
-    def _under(self, conditions: Iterable[Read], body: Sequence[ast.stmt]) -> None:
+    def _under(self, conditions: Iterable[Read], body: Sequence[ast.stmt], *, is_test: bool = False) -> None:
         before, self._conditions = self._conditions, (*self._conditions, *conditions)
+        self._tests += is_test
         self.block(body)
+        self._tests -= is_test
         self._conditions = before
 
+    @property
+    def _sometimes(self) -> bool:
+        return bool(self._tests) or any(self.reads.exits[loop] for loop in self._loops)
+
+    def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
+        self.reads.changes.append(Change(path, tuple(value), self._conditions, line, self._sometimes, self._guards))
+
     def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
-        before, self._loop = self._loop, len(self.reads.exits)
+        before, self._loops = self._loops, (*self._loops, len(self.reads.exits))
         self.reads.exits.append([])
         self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, _fresh(node)))
         self._under(read, body)
-        self._loop = before
+        self._loops = before
 
     # ---- what is set -------------------------------------------------------------------------------------------
 
@@ -254,57 +289,71 @@ class _Reader:
         match target:
             case ast.Name(id=name):
                 self._set(name, read)
-                self.reads.changes.append(Change(Path(name), tuple(read), self._conditions, target.lineno))
+                self.reads.bound_to.setdefault(name, []).append(tuple(read))
+                self._change(Path(name), read, target.lineno)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one in targets:
                     self._bind(one, read)
             case ast.Starred(value=one):
                 self._bind(one, read)
             case ast.Attribute(value=owner):
-                if (path := _path(target)) is not None:
+                if (path := path_of(target)) is not None:
                     self._set(path.text, read)
-                    self.reads.changes.append(Change(path, tuple(read), self._conditions, target.lineno))
+                    self._change(path, read, target.lineno)
                 self._write(owner, read, target.lineno)
             case ast.Subscript(value=owner, slice=place):
                 read = [*read, *self.expression(place)]
-                if (path := _path(owner)) is not None:
+                if (path := path_of(owner)) is not None:
                     self._set(path.text, read)
+                if (path := path_of(target)) is not None:
+                    self._change(path, read, target.lineno)
                 self._write(owner, read, target.lineno)
 
     def _set(self, name: str, read: Iterable[Read]) -> None:
-        self.reads.set_from.setdefault(name, []).extend((*read, *self._conditions))
+        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, *self._conditions)))
+
+    def _guarded(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        return (Choice(self._guards, reads),) if self._guards and reads else reads
 
     def _write(self, owner: ast.expr, read: Sequence[Read], line: int) -> None:
         while isinstance(owner, ast.Subscript):
             owner = owner.value
-        if (path := _path(owner)) is not None:
-            self.reads.uses.append(Use(None, path, tuple(read), self._conditions, self._loop, line))
+        if (path := path_of(owner)) is not None:
+            self.reads.uses.append(
+                Use(None, path, tuple(read), self._conditions, self._loops, line, self._sometimes, self._guards)
+            )
 
     # ---- what is read ------------------------------------------------------------------------------------------
 
     def expression(self, node: ast.expr) -> list[Read]:
         """What the value of an expression is computed from."""
+        is_test = isinstance(node, ast.IfExp | ast.BoolOp)
+        self._tests += is_test
+        read = self._read(node)
+        self._tests -= is_test
+        return read
+
+    def _read(self, node: ast.expr) -> list[Read]:
         match node:
             case ast.Name(id=name):
                 return [Path(name)]
             case ast.Constant(value="WORLD_SIZE"):
                 return [WORLD_SIZE]
             case ast.Attribute(value=owner):
-                path = _path(node)
+                path = path_of(node)
                 return [path] if path is not None else self.expression(owner)
+            case ast.Subscript() if (path := path_of(node)) is not None:
+                return [path]
             case ast.Call():
                 return [self._call(node)]
             case ast.NamedExpr(target=target, value=value):
                 read = self.expression(value)
                 self._bind(target, read)
                 return read
-            case ast.IfExp(
-                test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[ast.Constant(value=constant)]),
-                body=then,
-                orelse=otherwise,
-            ) if (path := _path(left)) is not None:
-                choice = Choice(path, constant, tuple(self.expression(then)), tuple(self.expression(otherwise)))
-                return [path, choice]
+            case ast.IfExp(test=test, body=then, orelse=otherwise):
+                sides = ((then, True), (otherwise, False))
+                choices = (Choice((Guard(test, holds),), tuple(self.expression(side))) for side, holds in sides)
+                return [*self.expression(test), *choices]
             case ast.Lambda(args=parameters, body=body):
                 own = {one.arg for one in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)}
                 return [one for one in self.expression(body) if not (isinstance(one, Path) and one.root in own)]
@@ -314,14 +363,34 @@ class _Reader:
                 return self._within_parts(parts, [key, value])
             case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
                 read = self.expression(value)
-                self.reads.returned += (*read, *self._conditions)
+                self.reads.returned += self._guarded((*read, *self._conditions))
                 return read
             case _:
                 return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
+    def _bind_items(self, target: ast.expr, items: ast.expr) -> list[Read]:
+        """Set the variables of a loop; returns what it goes over is computed from."""
+        match items, target:
+            case (
+                ast.Call(func=ast.Name(id="zip"), args=parts),
+                ast.Tuple(elts=targets),
+            ) if len(parts) == len(targets) and not any(isinstance(one, ast.Starred) for one in (*parts, *targets)):
+                reads = [self._items_of(part) for part in parts]
+                for number, (one, part) in enumerate(zip(targets, parts, strict=True)):
+                    others = (read for index, each in enumerate(reads) if index != number for read in each)
+                    self._bind_items(one, part)
+                    self._bind(one, [Counted(tuple(others))])
+                return [self._call(items)]
+            case ast.Call(func=ast.Name(id="enumerate"), args=[part, *_]), ast.Tuple(elts=[count, one]):
+                self._bind(count, [Counted(tuple(self.expression(part)))])
+                return self._bind_items(one, part)
+        read = self._items_of(items)
+        self._bind(target, read)
+        return read
+
     def _items_of(self, node: ast.expr) -> list[Read]:
         """What the items of a loop are computed from: of an object, what its `__iter__` returns."""
-        path = _path(node)
+        path = path_of(node)
         if path is None:
             return self.expression(node)
         return [Call((Path(path.root, (*path.attributes, ITEMS)),), (), (), False, node.lineno)]
@@ -347,21 +416,42 @@ class _Reader:
             any(isinstance(one, ast.Starred) for one in node.args),
             node.lineno,
         )
-        self.reads.uses.append(Use(call, None, (), self._conditions, self._loop, node.lineno))
-        match node.func:
-            case ast.Attribute(value=ast.Name(id=name)) if call.arguments or call.keywords:
-                self.reads.filled_from.setdefault(name, []).extend((*call.every, *self._conditions))
-                if node.func.attr in _GROWS:
-                    value = (Path(name), *call.every)
-                    self.reads.changes.append(Change(Path(name), value, self._conditions, node.lineno))
+        self.reads.uses.append(
+            Use(call, None, (), self._conditions, self._loops, node.lineno, self._sometimes, self._guards)
+        )
+        owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if owner is not None and isinstance(node.func, ast.Attribute):
+            if not owner.attributes and (call.arguments or call.keywords):
+                self.reads.filled_from.setdefault(owner.root, []).extend(
+                    self._guarded((*call.every, *self._conditions))
+                )
+            if node.func.attr in _GROWS:
+                self._change(owner, (owner, *call.every), node.lineno)
+            elif node.func.attr == "clear":
+                self._change(owner, (), node.lineno)
         return call
 
 
-def _path(node: ast.expr) -> Path | None:
+def _asks_for_several_ranks(test: ast.expr) -> bool:
+    """Whether a test is of the number of ranks only, as that before something that only several ranks need."""
+    match test:
+        case ast.Compare(left=left, comparators=[ast.Constant()]):
+            return "world_size" in ast.unparse(left).lower()
+    return False
+
+
+def path_of(node: ast.expr) -> Path | None:
+    """The path that an expression is; None where it is another one."""
     attributes: list[str] = []
-    while isinstance(node, ast.Attribute):
-        attributes.append(node.attr)
-        node = node.value
+    while True:
+        match node:
+            case ast.Attribute(value=owner, attr=name):
+                attributes.append(name)
+            case ast.Subscript(value=owner, slice=ast.Constant(value=str() | int() as key)):
+                attributes.append(f"[{key!r}]")
+            case _:
+                break
+        node = owner
     return Path(node.id, tuple(reversed(attributes))) if isinstance(node, ast.Name) else None
 
 

@@ -19,7 +19,6 @@ from lockstep.run.run_log import RunLog
 from lockstep.run.script_options import ScriptOptions
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
-from lockstep.run.training_inputs import training_inputs
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 
 
@@ -72,7 +71,7 @@ class TrainingStart:
         self._state.require_same_dtypes()
         self._state.note_attributes(self._context.device)
         self._state.look_for_schedulers(sys._getframe())
-        require_no_ranks(training_inputs(sys._getframe(), self._state), self._context.reporter.say)
+        require_no_ranks(self._context.inputs.read_script(sys._getframe()), self._context.reporter.say)
         self._context.kernels.begin()
         self._identity.note_script(self._state.optimizers, self._state.models)
         self._options = ScriptOptions(self._state)

@@ -40,6 +40,7 @@ class State:
         self.unregistered: Final = UnregisteredSchedulers()
         self.kept: dict[str, Stateful] = {}
         self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
+        self.sample_sources: list[object] = []  # data sets, and the functions that loaders were given with them
         self.attributes: RunAttributes | None = None  # once the training has begun
         self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
         self._names: list[set[str]] = []  # of each model's parameters when the training began

@@ -105,7 +105,7 @@ class TrainStep:
         self._finite: Final = finite
         self._carried: Final = context.carried
         self.transcript: Final = transcript
-        self.replays: Final = Replays(group, state, notes_all=transcript is not None)
+        self.replays: Final = Replays(group, state, context.inputs, notes_all=transcript is not None)
         self.audit: Final = Audit(context)
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)

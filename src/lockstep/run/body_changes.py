@@ -1,0 +1,175 @@
+"""What the bodies of a loop change of a script's variables and attributes, by what the source says.
+
+    self.h = self.embed(x)                     made anew in each body: tells of the last one only
+    self.mean = self.mean.lerp(length, 0.1)    made from itself: state, of which each rank has another one
+    if self.mask is None: self.mask = ...      made when it is needed first
+    self.rng.uniform()                         a draw, or an item of an iterator: state
+
+What `Run.step` decides, by being asked whether a step is done, is changed once a step, and is none of these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterable, Iterator
+from types import FunctionType
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep.run.reachable import BUILTIN_METHODS
+from lockstep.run.script_functions import Context, is_of
+from lockstep.run.script_places import Place
+from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Use
+
+GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_STEPS: Final = (("step",), ("update",))
+_SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
+_LOOKS: Final = {"get_state", "getstate", "initial_seed"}
+
+
+class _Seen(NamedTuple):
+    """One line by which a body changes a place."""
+
+    line: int
+    from_itself: bool
+    when_needed: bool  #: only while it has no value yet, or another shape
+    anew: bool  #: in each body, or from the micro-batch
+    sometimes: bool
+
+
+class BodyChanges:
+    """Collects them from the functions that a body runs."""
+
+    def __init__(self) -> None:
+        self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
+        self._functions: Final[set[tuple[int, ...]]] = set()
+
+    def enter(self, context: Context) -> None:
+        """Note what a function changes, if a body runs it."""
+        key = id(context.code), *(id(one.value) for one in context.arguments.values())
+        if not context.in_body or key in self._functions:
+            return
+        self._functions.add(key)
+        for change in context.reads.changes:
+            if (
+                context.covers(change.line)
+                and not context.is_dead(change.guards)
+                and not asks_step(context, change.conditions)
+            ):
+                from_itself = _is_made_of(context, change.value, change.path)
+                when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
+                of_batch = any(context.place_of(path) is None for path, is_called in _reached(context, change.value))
+                self._add(
+                    context,
+                    change.path,
+                    change,
+                    from_itself=from_itself,
+                    when_needed=when_needed,
+                    anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
+                )
+        for use in context.reads.uses:
+            if use.read is None or context.is_dead(use.guards):
+                continue
+            if context.covers(use.line) and not asks_step(context, use.conditions):
+                for path, from_itself in _drawn(context, use):
+                    self._add(context, path, use, from_itself=from_itself)
+
+    def _add(
+        self,
+        context: Context,
+        path: Path,
+        at: Change | Use,
+        *,
+        from_itself: bool,
+        when_needed: bool = False,
+        anew: bool = False,
+    ) -> None:
+        place = context.place_of(path)
+        if place is not None:
+            seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes)
+            self._seen.setdefault(place.slot, []).append(seen)
+
+    def makes_anew(self, place: Place) -> bool:
+        """Whether bodies set a place without regard to what was there, so that it tells of the last one only."""
+        return any(one.anew for one in self._seen.get(place.slot, ()))
+
+    def line_of(self, place: Place) -> int:
+        """The line by which some bodies, but not all, change a place from what it was; 0 for none.
+
+        What all of them change shows when two are compared.
+        """
+        seen = self._seen.get(place.slot, ())
+        if any(not (one.from_itself or one.when_needed) for one in seen):
+            return 0
+        return next((one.line for one in seen if one.from_itself and one.sometimes), 0)
+
+
+def asks_step(context: Context, reads: Iterable[Read]) -> bool:
+    """Whether the value of `Run.step` is among what these are computed from."""
+    return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
+
+
+def reaches(context: Context, reads: Iterable[Read], names: Collection[str]) -> bool:
+    """Whether these are computed from one of the variables ``names`` of the function."""
+    return any(path.root in names for path, _ in _reached(context, reads))
+
+
+def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
+    """Whether these are computed from what is at ``path``, or from a part of that."""
+    length = len(path.attributes)
+    return any(
+        each.root == path.root and each.attributes[:length] == path.attributes for each, _ in _reached(context, reads)
+    )
+
+
+def _is_made_of(context: Context, reads: Iterable[Read], path: Path) -> bool:
+    """Whether these are computed from the value at ``path`` itself, or by a method of it."""
+    return any(each == path for each, is_called in _reached(context, reads) if not is_called)
+
+
+def _reached(context: Context, reads: Iterable[Read]) -> Iterator[tuple[Path, bool]]:
+    """The paths that these are computed from within the function, each with whether that is a function's."""
+    seen: set[Read] = set()
+    waiting = list(reads)
+    while waiting:
+        read = waiting.pop()
+        if read in seen:
+            continue
+        seen.add(read)
+        if isinstance(read, Path):
+            yield read, False
+            waiting += context.reads.set_from.get(read.root, ())
+        elif isinstance(read, Choice):
+            waiting += () if context.is_dead(read.guards) else read.reads
+        elif isinstance(read, Counted):
+            waiting += read.items
+        else:
+            waiting += read.every
+            for part in read.function:
+                if isinstance(part, Path):
+                    yield part, True
+                waiting.append(part.owner if isinstance(part, Path) else part)
+
+
+def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
+    """The generators and iterators that a call draws from, each with whether that goes on from where they were."""
+    assert use.read is not None
+    path = use.read.function[0] if len(use.read.function) == 1 else None
+    if not isinstance(path, Path):
+        return
+    method = path.attributes[-1] if path.attributes else ""
+    if method and is_of(context.value_of(path.owner), *GENERATORS) and method not in _LOOKS:
+        yield path.owner, method not in _SEEDS
+    value = context.value_of(path)
+    if is_of(value, *BUILTIN_METHODS) and _is_iterator(getattr(value, "__self__", None)):
+        yield path, True
+    if path == Path("next"):
+        for read in use.read.every:
+            if isinstance(read, Path) and _is_iterator(context.value_of(read)):
+                yield read, True
+
+
+def _is_iterator(value: object) -> bool:
+    return not isinstance(getattr(type(value), "__next__", None), FunctionType | type(None))

@@ -1,0 +1,177 @@
+"""A function of the script, with what its parameters and variables stand for. No code of the script is run for that.
+
+def penalty(self, out):            self    the object whose method is called
+    mean = self.mean.lerp(...)     out     what the caller gives: a value, or what that is computed from
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any, Final, NamedTuple
+
+from lockstep.run.decided_tests import UNKNOWN, value_of_test
+from lockstep.run.reachable import variables_of
+from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
+from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+_OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
+
+
+class Argument(NamedTuple):
+    """What a parameter stands for."""
+
+    reads: tuple[Read, ...]  #: in the function that calls
+    value: object  #: where it is known
+    text: str = ""  #: of a value that no variable of the caller holds
+
+
+@dataclass
+class Context:
+    """A function whose values are asked for."""
+
+    code: CodeType
+    reads: Reads
+    variables: dict[str, Any]  #: of its module
+    frame: FrameType | None = None  #: if it is running
+    cells: dict[str, CellType] = field(default_factory=dict)
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    depth: int = 0
+    in_body: bool = False  #: whether a body runs it, or it runs the loop
+    sometimes: bool = False  #: not in each body
+    unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The variables of a function that is running."""
+        return {} if self.frame is None else variables_of(self.frame)
+
+    def is_local(self, name: str) -> bool:
+        """Whether that is a variable of the function's own."""
+        return name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        """The loop that a function which is running is in."""
+        return NO_LOOP if self.frame is None else self.reads.loop_at(self.frame.f_lineno)
+
+    def covers(self, line: int) -> bool:
+        """Whether a body runs this line."""
+        return self.in_body and (not self.loop.first or self.loop.first < line <= self.loop.last)
+
+    def is_dead(self, guards: Iterable[Guard]) -> bool:
+        """Whether one of these tests keeps something from ever being done, as that of an option which is not set."""
+        for test, holds in guards:
+            value = value_of_test(test, self.settled_value)
+            if value is not UNKNOWN and bool(value) is not holds:
+                return True
+        return False
+
+    def settled_value(self, path: Path) -> object:
+        """The number or text that is at a path, if it stays so; else `UNKNOWN`."""
+        value = self.value_of(path)
+        is_own = self.frame is None and (path.root in self.reads.set_from or path.root in self.reads.outer)
+        is_settled = not is_own and self.unsettled.isdisjoint((path.root, *path.attributes))
+        return value if is_settled and type(value) in _PLAIN else UNKNOWN
+
+    def place_of(self, path: Path) -> Place | None:
+        """Where that is, if it outlives a body and is known."""
+        if path.root in self.arguments:
+            argument = self.arguments[path.root]
+            text = path._replace(root=argument.text or path.root).text
+            return None if argument.value is NOTHING else Place(argument.value, "", path.attributes, text)
+        owner: object
+        if self.frame is not None and self.code.co_flags & _OPTIMIZED and path.root in self.held:
+            owner = self.frame
+        elif path.root in self.cells:
+            return Place(self.cells[path.root], "", path.attributes, path.text)
+        elif self.is_local(path.root):
+            return None
+        else:
+            owner = self.variables
+        return None if path.root in self.loop.fresh else Place(owner, path.root, path.attributes, path.text)
+
+    def value_of(self, path: Path) -> object:
+        """What a path leads to, as far as that is known without running anything."""
+        root = path.root
+        if root in self.arguments:
+            value = self.arguments[root].value
+        elif self.frame is not None:
+            value = self.held.get(root, NOTHING)
+        elif self.is_local(root):
+            value = self._value_of_local(root)
+        else:
+            value = NOTHING
+        if value is NOTHING and not (self.is_local(root) and self.frame is None):
+            value = variable_at(self.cells[root], "") if root in self.cells else self.variables.get(root, NOTHING)
+            value = getattr(builtins, root, NOTHING) if value is NOTHING else value
+        for name in path.attributes:
+            value = attribute_of(value, name)
+        return value
+
+    def _value_of_local(self, name: str) -> object:
+        """Of a variable that is another name of something, or of an item of a list, which stands for all of them."""
+        match self.reads.bound_to.get(name, []):
+            case [(Path(root=root) as path,)] if root != name:
+                return self.value_of(path)
+            case [(Call(function=(Path(attributes=(*_, last)) as path,)),)] if last == ITEMS and path.root != name:
+                items = self.value_of(path.owner)
+                return items[0] if isinstance(items, list | tuple) and items else NOTHING
+        return NOTHING
+
+
+class Callee(NamedTuple):
+    """A function of the script that a call runs."""
+
+    function: FunctionType
+    bound: Argument | None  #: its first argument, of a method
+
+
+def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str, Argument]:
+    """What each parameter of a function stands for."""
+    parameters = reads.parameters
+    if parameters is None:
+        return {}
+    names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    others = [one.arg for one in parameters.kwonlyargs]
+    every = call.every
+    rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
+    bound = {name: Argument(every, NOTHING) for name in rest}
+    is_loose = call.is_starred or any(not name for name, _ in call.keywords)
+    bound |= {name: Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
+    function, own = callee
+    defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    if not is_loose:
+        for name, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
+            bound[name] = Argument((), value, f"{function.__name__}'s {name}")
+    if own is not None and names:
+        bound[names.pop(0)] = own
+    given = [] if call.is_starred else list(zip(names, call.arguments, strict=False))
+    given += [(name, part) for name, part in call.keywords if name in bound]
+    for name, part in given:
+        value = NOTHING
+        if len(part) == 1 and isinstance(part[0], Path):
+            value = context.value_of(part[0])
+            if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
+                value = NOTHING
+        bound[name] = Argument(part, value)
+    return bound
+
+
+def is_of(value: object, *kinds: type) -> bool:
+    """Whether ``value`` is of a kind. Not `isinstance`, which asks the object itself: it may stand for another one."""
+    return issubclass(type(value), kinds)
+
+
+def is_run(value: object) -> bool:
+    """Whether ``value`` is a `Run`."""
+    return type(value).__module__ == "lockstep.run.run"
+
+
+def is_ours(value: object) -> bool:
+    """Whether ``value`` belongs to Lockstep."""
+    return type(value).__module__.partition(".")[0] == "lockstep"
