@@ -2,11 +2,17 @@
 
 import runpy
 import textwrap
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, MismatchError, UsageError
+from lockstep.run import Run
+from worlds import on_world
 
 SCRIPT = """
 import collections, functools, random, time
@@ -92,6 +98,11 @@ CARRIED = {
         "both = x if last is None or run.progress.step < 1e9 else x + last\nlast = x\n"
         "run.step(F.cross_entropy(model(both), y))",
         "last",
+    ),
+    "key": (
+        "state = dict(n=0, log=[])",
+        f"state['n'] += 1\nstate['log'].append(1)\nif state['n'] < 1e9:\n    {STEP}",
+        "state['n']",
     ),
     "lambda": ("n = [0]\nnow = lambda: n[0]", f"n[0] += 1\nif now() < 1e9:\n    {STEP}", "n[0]"),
 }
@@ -180,6 +191,33 @@ SETUPS = {
                 return gradient if Reversed.n < 1e9 else -gradient
         def change(x): return Reversed.apply(x.requires_grad_())
     """,
+    "a method that only some bodies call": """
+        class Penalty:
+            mean = torch.zeros(())
+            def __call__(self, x):
+                mean = self.mean.lerp(x.mean(), 0.1)
+                self.mean = mean.detach()
+                return x * mean
+        penalty = Penalty()
+        def change(x): return penalty(x) if x.sum() > 1e9 else x
+    """,
+    "a draw of a generator that only some bodies make": """
+        generator = torch.Generator()
+        def change(x): return x * torch.rand(1, generator=generator) if x.sum() > 1e9 else x + draw(x)
+        class Draws:
+            random = random.Random(0)
+            def __call__(self, x): return self.random.random() if x.sum() > 1e9 else 0.0
+        draw = Draws()
+    """,
+    "the method of an iterator": """
+        import itertools
+        now = itertools.count().__next__
+        def change(x): return x if now() < 1e9 else 2 * x
+    """,
+    "an iterator that only some bodies take from": """
+        items = iter([1.0, 2.0, 3.0])
+        def change(x): return x * next(items) if x.sum() > 1e9 else x
+    """,
     "default": """
         def change(x, seen=[]):
             seen.append(1)
@@ -200,6 +238,55 @@ def test_what_a_body_changes_and_computes_with_is_refused_before_it_shows(tmp_pa
 def test_so_is_what_its_functions_and_objects_hold(tmp_path, name):
     with pytest.raises(UsageError, match="depends on something that it changes itself"):
         play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=SETUPS[name])
+
+
+SAMPLES = {
+    "data set": (
+        "run.loader(Counting(), global_batch=8, micro_batch=2)",
+        "def __getitem__(self, i):\n        self.n += 1\n        return (X[i] if self.n < 1e9 else 2 * X[i]), i % 2",
+    ),
+    "data set within another": (
+        "run.loader(torch.utils.data.Subset(Counting(), range(16)), global_batch=8, micro_batch=2)",
+        "def __getitem__(self, i):\n        self.n += 1\n        return (X[i] if self.n < 1e9 else 2 * X[i]), i % 2",
+    ),
+    "collate function": (
+        "run.loader([(x, 0) for x in X], global_batch=8, micro_batch=2, collate_fn=Counting())",
+        "def __call__(self, samples):\n        self.n += 1\n"
+        "        x, y = torch.utils.data.default_collate(samples)\n"
+        "        return (x if self.n < 1e9 else 2 * x), y",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_so_is_what_samples_are_made_from(tmp_path, name):
+    made, method = SAMPLES[name]
+    setup = (
+        "X = torch.randn(16, 3)\n"
+        "class Counting(torch.utils.data.Dataset):\n    n = 0\n    def __len__(self): return 16\n    " + method
+    )
+    with pytest.raises(UsageError, match=r"Counting\.n, which a sample is computed from, is changed in line"):
+        play(tmp_path, STEP, setup=setup, before=f"batches = {made}")
+
+
+@pytest.mark.parametrize(
+    ("loop", "body"),
+    [
+        ("for n, (x, y) in enumerate(run.train(batches)):", "x = x if n < 1e9 else 2 * x"),
+        ("for (x, y), beta in zip(run.train(batches), [0.0] * 100):", "x = x * (1 + beta)"),
+        ("for n, ((x, y), beta) in enumerate(zip(run.train(batches), [0.0] * 100)):", "if n > 1e9:\n    break"),
+    ],
+)
+def test_what_counts_beside_the_loop_counts_micro_batches(tmp_path, loop, body):
+    script = f"{loop}\n{indent(body, 4)}\n    {STEP}"
+    with pytest.raises(UsageError, match=r"counts beside run.train\(...\), which are this rank's micro-batches"):
+        play(tmp_path, STEP, before=f"for _ in run.epochs(1):\n{indent(script, 4)}")
+
+
+def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path):
+    body = f"loss = {STEP[9:-1]}\nif run.step(loss * scale):\n    scale = 1 + run.mean(loss.item()) * 1e-30"
+    with pytest.raises(UsageError, match=r"is computed from run.mean\(...\) of each rank's last micro-batch"):
+        play(tmp_path, body, before="scale = 1.0")
 
 
 HARMLESS = {
@@ -251,12 +338,52 @@ HARMLESS = {
         "last = [0]\nrun.keep(last=last)",
         "loss = F.cross_entropy(model(x), y) * (2 if last[0] > 1e9 else 1)\nif run.step(loss):\n    last[0] += 1",
     ),
+    "an option that is not set": (
+        "n, options = 0, dict(warm=False, how='plain')",
+        "n += 1\nrate = n if options['how'] == 'scaled' else 1\nif options['warm'] and n < 1e9:\n    rate = 2 * n\n"
+        "run.step(F.cross_entropy(model(x), y) * rate)",
+    ),
+    "counted for a print": (
+        "n = 0",
+        f"n += 1\nif n % 2 == 0:\n    print(n)\n{STEP}",
+    ),
     "timed": (
         "times = []",
         "begin = time.time()\nout = model(x)\ntimes.append(time.time() - begin)\nrun.step(F.cross_entropy(out, y))",
     ),
 }
 HARMLESS_SETUPS = {
+    "set anew and added to": """
+        class Sum:
+            def reset(self): self.total = 0.0
+            def add(self, x): self.total = self.total + x
+        parts = Sum()
+        def change(x):
+            parts.reset()
+            for row in x:
+                if row.sum() < 1e9:
+                    parts.add(row)
+            return x + parts.total
+    """,
+    "made when it is needed": """
+        class Scale:
+            by = None
+            def __call__(self, x):
+                if self.by is None or self.by.shape != x.shape:
+                    self.by = torch.ones(x.shape, device=x.device)
+                return x * self.by
+        change = Scale()
+    """,
+    "an option of an object": """
+        class Layer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.warms, self.n = False, 0
+            def forward(self, x):
+                self.n += 1
+                return x * self.n if self.warms else x
+        change = Layer()
+    """,
     "timer around": """
         class Timer:
             def __init__(self): self.spent = []
@@ -374,3 +501,41 @@ def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):
     setup = "exec('def change(x, n=[0]):\\n    n[0] += 1\\n    return x')"
     play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=setup)
     assert torch.get_default_dtype() is torch.float32
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+
+
+def apart(how):
+    """A script of which each rank makes something of its own, ``how``; the message that ends it."""
+    try:
+        with Run(seed=0) as run:
+            x = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+            model = run.model(nn.Linear(3, 2))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            batches = run.loader((x, torch.arange(24) % 2), global_batch=8, micro_batch=2)
+            scale, late, began, box = 1.0, 1e9, time.time(), SimpleNamespace(length=0)
+            for epoch in run.epochs(2):
+                for part, y in run.train(batches):
+                    box.length = len(part) + int(y[0])  # of each micro-batch
+                    loss = F.cross_entropy(model(part), y) * (scale if run.progress.step < late else box.length)
+                    if run.step(loss) and how == "leader" and run.leads and run.progress.step == 2:
+                        scale = 0.5
+                    if time.time() - began > 1e9:
+                        break
+                if how == "own loss" and epoch == 0:
+                    late = 1e9 + loss.item()
+                if how == "same":
+                    late -= epoch
+        return "trained"
+    except MismatchError as error:
+        return str(error)
+
+
+def test_ranks_compare_what_the_training_is_computed_from():
+    leader, own, same, other = on_world(2, [(apart, how) for how in ("leader", "own loss", "same", "other")])
+    for told in leader:
+        assert told.startswith("ranks hold different values after step 4: scale, which run.step(...) is computed from,")
+    for told in own:
+        assert told.startswith("ranks hold different values after step 4: late, which run.step(...) is computed from,")
+    assert same == other == ["trained"] * 2

@@ -267,7 +267,7 @@ class _Follower:
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
-                if given.kind in _NOTED and any(self._is_pass(context, each) for each in read.items):
+                if given.kind in _NOTED and any(self._goes_over_pass(context, each) for each in read.items):
                     self._note_carried(
                         f"{given.what} is computed from what zip(...) or enumerate(...) counts beside run.train(...), "
                         "which are this rank's micro-batches"
@@ -378,6 +378,11 @@ class _Follower:
                     self._take_returned(context, method, callee, given, followed)
                 break
         return followed
+
+    def _goes_over_pass(self, context: Context, read: Read) -> bool:
+        if isinstance(read, Call):
+            return self._is_pass(context, read) or any(self._goes_over_pass(context, each) for each in read.every)
+        return False
 
     def _is_pass(self, context: Context, read: Read) -> bool:
         if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
