@@ -1,6 +1,7 @@
 """An audit: what is computed twice and where, who is accused, what is found, and that nothing is without a fault."""
 
 import itertools
+import os
 import random
 
 import pytest
@@ -191,15 +192,17 @@ class Broken(nn.Linear):
     """Gives another output now and then, as a device does: no line of a script shows that."""
 
     calls = 0
+    file = os.memfd_create("calls")
 
     def forward(self, x):
-        number = self.next_number()
-        Broken.calls = number
+        os.write(self.file, b".")  # outside of Python's objects
+        Broken.calls = number = os.lseek(self.file, 0, os.SEEK_CUR)
         return super().forward(x) * (1.0 + 2.0**-20 * (number in self.wrong))
 
 
 def streamed(*wrong):
-    Broken.next_number, Broken.wrong = itertools.count(1).__next__, wrong
+    Broken.wrong = wrong
+    os.lseek(Broken.file, 0, os.SEEK_SET)
     with Run(audit="4 steps") as run:
         model = run.model(Broken(2, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -1,5 +1,6 @@
 """A micro-batch that is computed twice: what is no function of it is found, and what is one is left as it was."""
 
+import operator
 import random
 from types import SimpleNamespace
 
@@ -559,7 +560,7 @@ def test_with_something_carried_ranks_do_not_compute_for_each_other():
 
 
 def by_world(run, own, loss):
-    run.step(loss * run.world_size)
+    run.step(loss * operator.attrgetter("world_size")(run))  # such as a package would read
 
 
 def by_world_in_words(run, own, loss):

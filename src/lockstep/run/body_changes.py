@@ -74,7 +74,7 @@ class BodyChanges:
                 continue
             if context.covers(use.line) and not asks_step(context, use.conditions):
                 for path, from_itself in _drawn(context, use):
-                    self._add(context, path, use, from_itself=from_itself)
+                    self._add(context, path, use, from_itself=from_itself, anew=not from_itself)
 
     def _add(
         self,
@@ -165,6 +165,9 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
     value = context.value_of(path)
     if is_of(value, *BUILTIN_METHODS) and _is_iterator(getattr(value, "__self__", None)):
         yield path, True
+    for name, reads in use.read.keywords:
+        if name == "generator" and len(reads) == 1 and isinstance(reads[0], Path):
+            yield reads[0], True
     if path == Path("next"):
         for read in use.read.every:
             if isinstance(read, Path) and _is_iterator(context.value_of(read)):

@@ -498,6 +498,8 @@ class _Follower:
                 return
             if is_of(value, ModuleType) and not is_script(attributes_of(value).get("__file__") or "<frozen"):
                 return
+            if id(value) in self.trained and not is_of(value, nn.Module):
+                return  # an option of an optimizer, or its state
             following = attribute_of(value, name)
             if following is NOTHING and is_key(name):
                 text = place.text.removesuffix(Path("", place.attributes[number:]).text)
