@@ -18,13 +18,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.run.reachable import BUILTIN_METHODS
+from lockstep.run.reachable import BUILTIN_METHODS, mark_of
 from lockstep.run.script_functions import Context, is_of
 from lockstep.run.script_places import Place
 from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Use
 
 GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-_STEPS: Final = (("step",), ("update",))
+_STEPS: Final = (("step",), ("update",), ("backward",))
+_ADDS: Final = {"add", "update"}
 _SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
 _LOOKS: Final = {"get_state", "getstate", "initial_seed"}
 
@@ -88,12 +89,20 @@ class BodyChanges:
     ) -> None:
         place = context.place_of(path)
         if place is not None:
-            seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes)
+            # Of what cannot be looked at, two bodies show no difference.
+            value = context.value_of(path)
+            is_unseen = is_of(value, set) or (_is_iterator(value) and mark_of(value) is None)
+            seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes or is_unseen)
             self._seen.setdefault(place.slot, []).append(seen)
 
     def makes_anew(self, place: Place) -> bool:
         """Whether bodies set a place without regard to what was there, so that it tells of the last one only."""
         return any(one.anew for one in self._seen.get(place.slot, ()))
+
+    def makes_when_needed(self, place: Place) -> bool:
+        """Whether bodies set a place only where what is there does not do."""
+        seen = self._seen.get(place.slot, ())
+        return bool(seen) and all(one.when_needed for one in seen)
 
     def line_of(self, place: Place) -> int:
         """The line by which some bodies, but not all, change a place from what it was; 0 for none.
@@ -160,6 +169,8 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
     if not isinstance(path, Path):
         return
     method = path.attributes[-1] if path.attributes else ""
+    if method in _ADDS and is_of(context.value_of(path.owner), set):  # of what this rank has met
+        yield path.owner, True
     if method and is_of(context.value_of(path.owner), *GENERATORS) and method not in _LOOKS:
         yield path.owner, method not in _SEEDS
     value = context.value_of(path)

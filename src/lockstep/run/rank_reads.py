@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from lockstep.errors import UsageError
-from lockstep.run.training_inputs import LENGTH, RankUse, TrainingInputs
+from lockstep.run.input_places import LENGTH, RankUse, TrainingInputs
 
 _SCALED: Final = (
     "Nothing needs to be scaled by ranks, or seeded by rank: a step holds global_batch samples on any number of them, "

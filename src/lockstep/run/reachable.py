@@ -14,14 +14,17 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import io
 import itertools
 import operator
+import os
 import random
 import sys
 import zlib
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from multiprocessing.sharedctypes import Synchronized
 from types import (
     BuiltinFunctionType,
@@ -37,9 +40,11 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.heartbeat import own_lines
 from lockstep.run.divergence import checksum
@@ -72,6 +77,11 @@ _HOLDERS: Final = (
     functools.partial,
     SimpleNamespace,
     Namespace,
+    UserDict,
+    UserList,
+    WeakKeyDictionary,
+    WeakValueDictionary,
+    type(os.environ),
 )
 #: Where `torch.nn.Module` has its parts, which users know by the names within.
 MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
@@ -235,6 +245,12 @@ def mark_of(value: object) -> Mark | None:
     return None
 
 
+def size_of(mark: Mark) -> str:
+    """The shape of a tensor, in words, if its ``mark`` tells."""
+    is_known = mark.rank == TENSOR_RANK and isinstance(mark.seen, tuple) and isinstance(mark.seen[1], tuple)
+    return f" of shape {tuple(mark.seen[1])}" if is_known and isinstance(mark.seen, tuple) else ""
+
+
 def _seen_of(value: object) -> object:
     return None if (mark := mark_of(value)) is None else mark.seen
 
@@ -268,6 +284,9 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (_ITERATORS, 1, operator.length_hint),
     (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
     (Synchronized, 1, lambda value: repr(value.value)),
+    (ContextVar, 1, lambda value: _seen_of(value.get(None))),
+    (_BaseDataLoaderIter, 1, lambda value: value._num_yielded),
+    (GeneratorType, 1, lambda value: value.gi_frame and value.gi_frame.f_lasti),
     (enumerate, 1, lambda value: value.__reduce__()[1][1]),
     (torch.Generator, 0, lambda value: int(checksum(value.get_state()))),
     (np.random.Generator, 0, lambda value: _checksum(value.bit_generator.state)),
@@ -276,6 +295,8 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (torch.Tensor, TENSOR_RANK, _seen_of_tensor),
     (np.ndarray, TENSOR_RANK, _seen_of_array),
     (bytearray, TENSOR_RANK, zlib.crc32),
+    (io.BytesIO, TENSOR_RANK, lambda value: zlib.crc32(value.getbuffer())),
+    (io.StringIO, TENSOR_RANK, lambda value: _checksum(value.getvalue().encode())),
     ((set, frozenset), 3, _seen_of_set),
     ((dict, list, tuple, deque), 3, len),
 )
@@ -303,6 +324,7 @@ def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
         yield from ((".__self__", value.__self__), (".__func__", value.__func__))
     elif issubclass(kind, GeneratorType) and value.gi_frame is not None:
         yield from ((f".{name}", item) for name, item in dict(value.gi_frame.f_locals).items())
+        yield ".gi_yieldfrom", value.gi_yieldfrom
     elif issubclass(kind, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
     elif issubclass(kind, enumerate):

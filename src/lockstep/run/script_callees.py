@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.heartbeat import is_users
-from lockstep.run.script_functions import Argument, Callee, is_of
+from lockstep.run.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.script_places import attribute_of, attributes_of
-from lockstep.run.source_reads import ITEMS
+from lockstep.run.source_reads import ITEMS, Call, Path
 
+_Memo: Final = type(functools.lru_cache(int))
 is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
 
 
@@ -39,10 +40,15 @@ def called_by(value: object, text: str) -> list[Callee]:
 
 
 def unwrapped(value: object) -> object:
-    """The function within `functools.partial` ones."""
-    while isinstance(value, functools.partial):
-        value = value.func
+    """The function within `functools.partial` and `functools.lru_cache` ones."""
+    while is_of(value, functools.partial, _Memo):
+        value = value.func if isinstance(value, functools.partial) else attribute_of(value, "__wrapped__")
     return value
+
+
+def is_memo(value: object) -> bool:
+    """Whether a function remembers what it has returned, by `functools.lru_cache`."""
+    return is_of(value, _Memo)
 
 
 def computing(module: nn.Module, text: str) -> Iterator[Callee]:
@@ -53,6 +59,15 @@ def computing(module: nn.Module, text: str) -> Iterator[Callee]:
             yield from of_script(hook.__func__, Argument((), hook.__self__, f"{text}'s hook"))
         else:
             yield from of_script(hook, None)
+
+
+def is_torchs_change(context: Context, call: Call) -> bool:
+    """Whether torch's function that is called changes what it is given, such as `clip_grad_norm_`."""
+    value = context.value_of(call.function[0]) if call.function and isinstance(call.function[0], Path) else None
+    name = getattr(value, "__name__", "")
+    return str(getattr(value, "__module__", "")).startswith("torch") and (
+        name.endswith("_") or name == "vector_to_parameters"
+    )
 
 
 def sampling(source: object) -> Iterator[Callee]:

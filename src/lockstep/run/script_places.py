@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import os
 from collections import Counter, deque, namedtuple
 from collections.abc import Collection, Iterable, Mapping
 from types import CellType, FrameType, MemberDescriptorType
@@ -147,6 +148,8 @@ def attribute_of(value: object, name: str) -> object:
 
 def _item_of(value: Any, key: object) -> object:
     kind = type(value)
+    if value is os.environ:
+        return os.environ.get(str(key), NOTHING)
     if issubclass(kind, dict):
         return dict.get(value, key, NOTHING)
     is_there = issubclass(kind, list | tuple | deque) and isinstance(key, int) and key < len(value)

@@ -13,10 +13,11 @@ import sys
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
-from lockstep.run.reachable import Mark, script_frames
+from lockstep.run.input_places import TrainingInputs
+from lockstep.run.reachable import Mark, script_frames, size_of
 from lockstep.run.script_places import Held
 from lockstep.run.state import State
-from lockstep.run.training_inputs import TrainingInputs, training_inputs
+from lockstep.run.training_inputs import training_inputs
 
 #: Loops that are read in any case; of later ones, one in so many steps.
 _FREE_READINGS: Final = 2
@@ -102,12 +103,16 @@ class SharedInputs:
         self._inputs, self._frames = None, []
 
     def _note_first(self, inputs: TrainingInputs) -> None:
-        for name, (mark, _) in inputs.held_between().items():
+        for name, (mark, _) in (*inputs.held_between().items(), *inputs.held_when_needed().items()):
             self._first.setdefault(name, mark)
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
+        between, when_needed = inputs.held_between(), inputs.held_when_needed()
         return {
-            f"{name}, which {what} is computed from,": Since(self._first[name], mark)
-            for name, (mark, what) in inputs.held_between().items()
+            # Of what is made when it is needed, ranks may have other sizes, as of a mask; those of one size are equal.
+            f"{name}{size_of(mark) if name in when_needed else ''}, which {what} is computed from,": Since(
+                self._first[name], mark
+            )
+            for name, (mark, what) in {**between, **when_needed}.items()
             if name in self._first and name not in self._moved and mark.kind not in _CACHES
         }

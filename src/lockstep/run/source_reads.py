@@ -343,7 +343,13 @@ class _Reader:
                 path = path_of(node)
                 return [path] if path is not None else self.expression(owner)
             case ast.Subscript() if (path := path_of(node)) is not None:
-                return [path]
+                return [path, *([WORLD_SIZE] if path.attributes[-1:] == ("['WORLD_SIZE']",) else ())]
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=str(key)), *others]):
+                call, path = self._call(node), path_of(owner)
+                if path is None or key == "WORLD_SIZE":
+                    return [call]
+                rest = [read for other in others for read in self.expression(other)]
+                return [Path(path.root, (*path.attributes, f"[{key!r}]")), *rest]
             case ast.Call():
                 return [self._call(node)]
             case ast.NamedExpr(target=target, value=value):
@@ -447,6 +453,8 @@ def path_of(node: ast.expr) -> Path | None:
         match node:
             case ast.Attribute(value=owner, attr=name):
                 attributes.append(name)
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="globals")), slice=ast.Constant(value=str() as name)):
+                return Path(name, tuple(reversed(attributes)))
             case ast.Subscript(value=owner, slice=ast.Constant(value=str() | int() as key)):
                 attributes.append(f"[{key!r}]")
             case _:

@@ -18,25 +18,34 @@ from __future__ import annotations
 import builtins
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
 from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Function
-from torch.optim import Optimizer
 
 from lockstep.run.body_changes import BodyChanges, asks_step, reaches
 from lockstep.run.decided_tests import changed_names
+from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
+from lockstep.run.opaque_reads import opaque_read
 from lockstep.run.reachable import BUILTIN_METHODS, script_frames
-from lockstep.run.script_callees import called_by, computing, is_script, of_script, sampling, unwrapped
+from lockstep.run.script_callees import (
+    called_by,
+    computing,
+    is_memo,
+    is_script,
+    is_torchs_change,
+    of_script,
+    sampling,
+    unwrapped,
+)
 from lockstep.run.script_functions import Argument, Callee, Context, bind, is_of, is_ours, is_run
-from lockstep.run.script_places import NOTHING, Held, Place, attribute_of, attributes_of, held, variable_at
+from lockstep.run.script_places import NOTHING, Place, attribute_of, attributes_of, variable_at
 from lockstep.run.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -60,57 +69,10 @@ _STEPS: Final = {"step", "backward", "update"}
 _REGISTERS: Final = {"optimizer", "scheduler"}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
-LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 #: Of what each rank gives.
 _OF_EACH_RANK: Final = {"sum", "mean", "gather"}
-_NOTED: Final = {"step", "write"}  # what each body computes, and each turn of an outer loop
-
-
-class Given(NamedTuple):
-    """Something that the script gives to the run."""
-
-    kind: Literal["step", "write", "registered", "loader", "seed"]  #: how: see `_Follower.given`
-    what: str  #: in the script's words
-    where: str  #: a line of it
-    reads: tuple[Read, ...] = ()  #: what it is computed from
-
-
-class RankUse(NamedTuple):
-    """Something that depends on the rank, or on the number of ranks."""
-
-    given: Given
-    on: str
-
-
-@dataclass
-class TrainingInputs:
-    """The places that a training is computed from."""
-
-    places: dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]] = field(default_factory=dict)
-    #: Of each, what is computed from it.
-    ranks: list[RankUse] = field(default_factory=list)
-    skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
-    anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
-    carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
-    failed: str = ""  #: why the script could not be read
-
-    def held(self) -> Held:
-        """What is at these places now."""
-        return held(self.places.values(), self.skip, _STATELESS)
-
-    def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
-        """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(self, places={}, anew=set())
-        for key, (place, what) in self.places.items():
-            there = place._replace(owner=owner_of(place.owner))
-            found.places[there.key] = there, what
-            found.anew |= {there.key} if key in self.anew else set()
-        return found
-
-    def held_between(self) -> Held:
-        """The same, without what tells of the last body only."""
-        between = (place for key, place in self.places.items() if key not in self.anew)
-        return held(between, self.skip, _STATELESS)
+_SAMPLE: Final = "a sample"
+_NOTED: Final = {"step", "write", "exit"}  # what each body computes, and each turn of an outer loop
 
 
 def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
@@ -160,7 +122,6 @@ _GENERATOR: Final = 32  # `inspect.CO_GENERATOR`
 _OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
 #: What is made of what its methods are given; a log or a progress bar is not.
 _FILLED: Final = (list, dict, set, deque, torch.Tensor, np.ndarray)
-_STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
 
 
 _Key = tuple[CodeType, tuple[int, ...], bool]
@@ -198,15 +159,17 @@ class _Follower:
         for use in context.reads.uses:
             if context.is_dead(use.guards):
                 continue
-            where = f"{file}:{use.line}"
-            conditions = (*use.conditions, *(read for loop in use.loops for read in context.reads.exits[loop]))
+            where, before = f"{file}:{use.line}", len(found)
             if use.read is not None:
-                found += self._given_by(context, use.read, where, conditions)
+                found += self._given_by(context, use.read, where, use.conditions)
             elif use.target is not None and id(context.value_of(use.target)) in self.trained:
                 if use.target.root in context.arguments and is_of(context.value_of(use.target), nn.Module):
                     continue  # what a module notes by itself matters where its forward pass reads it
                 what = f"what is written into {use.target.text}"
-                found.append(Given("write", what, where, (*use.value, *conditions)))
+                found.append(Given("write", what, where, (*use.value, *use.conditions)))
+            if noted := [given for given in found[before:] if given.kind in _NOTED]:
+                exits = tuple(read for loop in use.loops for read in context.reads.exits[loop])
+                found.append(noted[0]._replace(kind="exit", reads=exits))
         return found
 
     def _given_by(self, context: Context, call: Call, where: str, conditions: tuple[Read, ...]) -> Iterator[Given]:
@@ -232,8 +195,11 @@ class _Follower:
             yield Given("seed", seeds[0], where, tuple(reads))
         callees = self._callees(context, call)
         is_module = isinstance(path, Path) and is_of(context.value_of(path), nn.Module)
-        if id(owner) in self.trained and not (callees or is_module):
-            yield Given("write", what, where, call.every)
+        writes = id(owner) in self.trained or (
+            is_torchs_change(context, call) and self._is_given_trained(context, call)
+        )
+        if writes and not (callees or is_module):
+            yield Given("write", what, where, (*call.every, *conditions))
         for callee in callees:
             inner = self._enter(context, call, callee)
             if inner is None:
@@ -249,6 +215,16 @@ class _Follower:
             if not gives:
                 self._giving_nothing.add(key)
             self._running.pop()
+
+    def _is_given_trained(self, context: Context, call: Call) -> bool:
+        """Whether something that is trained is among what a function is given, or its parameters."""
+        for read in call.every:
+            of = read.function[0] if isinstance(read, Call) and read.function else read
+            if isinstance(of, Path):
+                is_method = isinstance(read, Call) and bool(of.attributes)
+                if id(context.value_of(of.owner if is_method else of)) in self.trained:
+                    return True
+        return False
 
     # ---- what it is computed from ------------------------------------------------------------------------------
 
@@ -268,16 +244,16 @@ class _Follower:
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
                 if given.kind in _NOTED and any(self._goes_over_pass(context, each) for each in read.items):
-                    self._note_carried(
-                        f"{given.what} is computed from what zip(...) or enumerate(...) counts beside run.train(...), "
-                        "which are this rank's micro-batches"
+                    counts = (
+                        "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
                     )
+                    self._note_carried(f"{given.what} is computed from what {counts}")
             else:
                 waiting += self._of_call(context, read, given, outward)
 
     def take_samples(self, context: Context) -> None:
         """Note what samples are computed from, which data sets and functions make that loaders were given."""
-        given, nothing = Given("step", "a sample", ""), Call((), (), (), False, 0)
+        given, nothing = Given("step", _SAMPLE, ""), Call((), (), (), False, 0)
         for source in self._sources:
             for callee in sampling(source):
                 self._take_returned(context, nothing, callee, given, [], samples=True)
@@ -340,6 +316,11 @@ class _Follower:
         followed: list[Read] = []
         known = [self._take_returned(context, call, one, given, followed) for one in self._callees(context, call)]
         value = context.value_of(path)
+        if given.kind in _NOTED and context.covers(call.line) and given.what != _SAMPLE:
+            opaque = opaque_read(path, value, owner, may_be_clock=given.kind == "exit")
+            if is_memo(value) and self._computes_by_model(context, path):
+                opaque = f"what {path.text} remembers of the model as it was"
+            self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
         if any(known) and not is_of(value, nn.Module, type, functools.partial):
             return followed
         if is_of(owner, ModuleType) or value is getattr(builtins, path.text, None):
@@ -347,6 +328,19 @@ class _Follower:
         # Of a method that cannot be read, the object; of a function, itself; and what they are given.
         receiver = path.owner if path.attributes and not is_of(value, *BUILTIN_METHODS) else path
         return [*followed, *every, *([] if is_of(value, nn.Module, type) else [receiver])]
+
+    def _computes_by_model(self, context: Context, path: Path) -> bool:
+        """Whether a function of the script calls a model that learns."""
+        for callee in self._callees(context, Call((path,), (), (), True, 0)):
+            if (inner := self._enter(context, Call((path,), (), (), True, 0), callee)) is not None:
+                self._running.pop()
+                called = (
+                    use.read.function[0] for use in inner.reads.uses if use.read is not None and use.read.function
+                )
+                modules = [inner.value_of(one) for one in called if isinstance(one, Path)]
+                if any(id(one) in self.trained and is_of(one, nn.Module) for one in modules):
+                    return True
+        return False
 
     def _of_run(self, context: Context, path: Path, call: Call, given: Given) -> list[Read]:
         """Of what a method of `Run` returns, nothing: that is the same on all ranks, or is checked elsewhere.
@@ -427,6 +421,8 @@ class _Follower:
         for key, (place, what) in self.found.places.items():
             if self.changes.makes_anew(place):
                 self.found.anew.add(key)
+            elif self.changes.makes_when_needed(place):
+                self.found.when_needed.add(key)
             elif line := self.changes.line_of(place):
                 self._note_carried(
                     f"{place.text}, which {what} is computed from, is changed in line {line} from what it was"
@@ -496,7 +492,7 @@ class _Follower:
                 return
             if is_ours(value):
                 return
-            if is_of(value, ModuleType) and not is_script(attributes_of(value).get("__file__") or "<frozen"):
+            if is_of(value, ModuleType) and name != "environ" and not _is_of_script(value):
                 return
             if id(value) in self.trained and not is_of(value, nn.Module):
                 return  # an option of an optimizer, or its state
@@ -517,7 +513,7 @@ class _Follower:
             owner, value = value, following
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
-        is_known = value is NOTHING or is_of(value, *_STATELESS) or is_ours(value) or id(value) in self.trained
+        is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
         if given.kind in _NOTED and not is_known:
             self.found.places.setdefault(place.key, (place, given.what))
 
@@ -538,6 +534,10 @@ class _Follower:
         self.take(inner, given._replace(reads=tuple(inner.reads.returned)), outward)
         self._running.pop()
         return True
+
+
+def _is_of_script(module: object) -> bool:
+    return is_script(attributes_of(module).get("__file__") or "<frozen")
 
 
 def _unsettled(frame: FrameType) -> frozenset[str]:

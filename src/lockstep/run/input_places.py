@@ -1,0 +1,71 @@
+"""What was found of the places that a training is computed from; see `lockstep.run.training_inputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import FunctionType, MethodType, ModuleType
+from typing import Final, Literal, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.run.script_places import Held, Place, held
+from lockstep.run.source_reads import Read
+
+LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
+#: Kinds of objects that are no state by themselves, or that the run has.
+STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
+
+
+class Given(NamedTuple):
+    """Something that the script gives to the run."""
+
+    kind: Literal["step", "write", "exit", "registered", "loader", "seed"]  #: how: see `_Follower.given`
+    what: str  #: in the script's words
+    where: str  #: a line of it
+    reads: tuple[Read, ...] = ()  #: what it is computed from
+
+
+class RankUse(NamedTuple):
+    """Something that depends on the rank, or on the number of ranks."""
+
+    given: Given
+    on: str
+
+
+@dataclass
+class TrainingInputs:
+    """The places that a training is computed from."""
+
+    places: dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]] = field(default_factory=dict)
+    #: Of each, what is computed from it.
+    ranks: list[RankUse] = field(default_factory=list)
+    skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
+    anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
+    when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
+    carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
+    failed: str = ""  #: why the script could not be read
+
+    def held(self) -> Held:
+        """What is at these places now."""
+        return held(self.places.values(), self.skip, STATELESS)
+
+    def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
+        """The same places with other owners of variables, such as the functions of a later loop."""
+        found = replace(self, places={}, anew=set(), when_needed=set())
+        for key, (place, what) in self.places.items():
+            there = place._replace(owner=owner_of(place.owner))
+            found.places[there.key] = there, what
+            found.anew |= {there.key} if key in self.anew else set()
+            found.when_needed |= {there.key} if key in self.when_needed else set()
+        return found
+
+    def held_between(self) -> Held:
+        """The same, without what tells of the last body only, and what is made when it is needed."""
+        between = (place for key, place in self.places.items() if key not in self.anew | self.when_needed)
+        return held(between, self.skip, STATELESS)
+
+    def held_when_needed(self) -> Held:
+        """Only what bodies make when it is needed."""
+        return held((self.places[key] for key in sorted(self.when_needed)), self.skip, STATELESS)
