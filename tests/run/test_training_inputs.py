@@ -209,6 +209,61 @@ SETUPS = {
             def __call__(self, x): return self.random.random() if x.sum() > 1e9 else 0.0
         draw = Draws()
     """,
+    "a set of what this rank has met": """
+        met = set()
+        def change(x):
+            met.update(range(len(x)))
+            return 2 * x if len(met) > 1e9 else x
+    """,
+    "a context variable": """
+        import contextvars
+        calls = contextvars.ContextVar("calls", default=0)
+        def change(x):
+            calls.set(calls.get() + 1)
+            return 2 * x if calls.get() > 1e9 else x
+    """,
+    "the environment": """
+        import os
+        os.environ["CALLS"] = "0"
+        def change(x):
+            os.environ["CALLS"] = str(int(os.environ["CALLS"]) + 1)
+            return 2 * x if int(os.environ.get("CALLS")) > 1e9 else x
+    """,
+    "a dictionary by weak references": """
+        import weakref
+        calls = weakref.WeakKeyDictionary()
+        class Layer(nn.Module):
+            def forward(self, x):
+                calls[self] = calls.get(self, 0) + 1
+                return 2 * x if calls[self] > 1e9 else x
+        change = Layer()
+    """,
+    "an endless iterator": """
+        import itertools
+        scales = itertools.cycle([1.0] * 1000 + [2.0])
+        def change(x): return x * next(scales)
+    """,
+    "a file": """
+        import tempfile
+        log = tempfile.NamedTemporaryFile("w")
+        def change(x):
+            print(1, file=log, flush=True)
+            with open(log.name) as file:
+                return 2 * x if len(file.readlines()) > 1e9 else x
+    """,
+    "a database": """
+        import sqlite3
+        known = sqlite3.connect(":memory:")
+        known.execute("create table calls (i)")
+        def change(x):
+            known.execute("insert into calls values (1)")
+            (calls,) = known.execute("select count(*) from calls").fetchone()
+            return 2 * x if calls > 1e9 else x
+    """,
+    "the clock": """
+        began = time.time()
+        def change(x): return 2 * x if time.time() - began > 1e9 else x
+    """,
     "the method of an iterator": """
         import itertools
         now = itertools.count().__next__
@@ -287,6 +342,16 @@ def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path):
     body = f"loss = {STEP[9:-1]}\nif run.step(loss * scale):\n    scale = 1 + run.mean(loss.item()) * 1e-30"
     with pytest.raises(UsageError, match=r"is computed from run.mean\(...\) of each rank's last micro-batch"):
         play(tmp_path, body, before="scale = 1.0")
+
+
+def test_what_a_memory_has_of_the_model_as_it_was_is_refused(tmp_path):
+    """No two bodies differ: the first one has put into the memory what all later ones get."""
+    before = (
+        "@functools.lru_cache\ndef first(i):\n    with torch.no_grad():\n        return model(torch.ones(1, 3)).sum()\n"
+    )
+    body = "run.step(F.cross_entropy(model(x), y) * (2 if first(0) > 1e9 else 1))"
+    with pytest.raises(UsageError, match="is computed from what first remembers of the model as it was"):
+        play(tmp_path, body, before=before)
 
 
 HARMLESS = {
