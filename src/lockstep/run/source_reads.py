@@ -136,6 +136,7 @@ class Reads:
     bound_to: dict[str, list[tuple[Read, ...]]] = field(default_factory=dict)  #: the same of a variable, by assignments
     filled_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable: what its methods are given
     returned: list[Read] = field(default_factory=list)
+    raises: list[Read] = field(default_factory=list)  #: the conditions under which it raises an exception
     uses: list[Use] = field(default_factory=list)
     exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
     loops: list[Loop] = field(default_factory=list)
@@ -241,6 +242,8 @@ class _Reader:
                 self.block(body)
             case ast.Return(value=ast.expr() as value):
                 self.reads.returned += self._guarded((*self.expression(value), *self._conditions))
+            case ast.Raise():
+                self.reads.raises += self._guarded(self._conditions)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 self.reads.outer.update(names)
             case ast.Expr(value=value):

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.body_changes import BodyChanges, asks_step, reaches
 from lockstep.run.decided_tests import changed_names
@@ -214,6 +216,13 @@ class _Follower:
             yield from (given._replace(reads=conditions) for given in gives if given.kind in _NOTED)
             if not gives:
                 self._giving_nothing.add(key)
+            # Between two passes, an exception is a way to end the training.
+            is_between = context.frame is not None and not context.covers(call.line)
+            if is_between and inner.reads.raises and context.reads.loop_at(call.line).first:
+                end = Given("exit", "the end of the training", where, tuple(inner.reads.raises))
+                needed = []
+                self.take(inner, end, needed)
+                yield end._replace(reads=(*needed, *conditions))
             self._running.pop()
 
     def _is_given_trained(self, context: Context, call: Call) -> bool:
@@ -252,11 +261,20 @@ class _Follower:
                 waiting += self._of_call(context, read, given, outward)
 
     def take_samples(self, context: Context) -> None:
-        """Note what samples are computed from, which data sets and functions make that loaders were given."""
+        """Note what samples are computed from, which data sets and functions make that loaders were given.
+
+        So do the modes of torch that the script has, which change what its functions compute.
+        """
         given, nothing = Given("step", _SAMPLE, ""), Call((), (), (), False, 0)
         for source in self._sources:
             for callee in sampling(source):
                 self._take_returned(context, nothing, callee, given, [], samples=True)
+        for name, value in context.held.items():
+            if is_of(value, TorchFunctionMode, TorchDispatchMode):
+                under = Given("step", f"what torch computes under {name}", "")
+                for method in ("__torch_function__", "__torch_dispatch__"):
+                    for callee in of_script(attribute_of(value, method), Argument((), value, name)):
+                        self._take_returned(context, nothing, callee, under, [])
 
     def note_attributes(self, models: Iterable[nn.Module]) -> None:
         """Note what the script has written into attributes of parameters, such as an importance of each."""
