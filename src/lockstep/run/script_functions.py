@@ -102,6 +102,8 @@ class Context:
             value = self.arguments[root].value
         elif self.frame is not None:
             value = self.held.get(root, NOTHING)
+            if value is NOTHING and self.is_local(root):  # the function has not come there yet
+                value = self._value_of_local(root)
         elif self.is_local(root):
             value = self._value_of_local(root)
         else:
