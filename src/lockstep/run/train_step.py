@@ -290,8 +290,8 @@ class TrainStep:
                 raise UsageError(
                     "a micro-batch went by without run.step(loss), which takes the place of loss.backward(), "
                     "optimizer.step() and optimizer.zero_grad(): call it once for each. Where there is nothing to "
-                    "learn, run.step(0 * model(x).sum()) with an x for which that is finite, as of torch.zeros_like(x). "
-                    "A prefetcher, which takes the next micro-batch before the step of this one, is to be left out: "
+                    "learn, run.step(0 * model(x).sum()) with an x for which that is finite, as of torch.zeros_like(x)"
+                    ". A prefetcher, which takes the next micro-batch before the step of this one, is to be left out: "
                     "run.loader(...) reads ahead"
                 )
             if not current.due and current.position.last:
