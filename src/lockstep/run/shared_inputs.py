@@ -108,11 +108,13 @@ class SharedInputs:
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         between, when_needed = inputs.held_between(), inputs.held_when_needed()
+        # Not parts of objects: a package's may be set anew in each body, as an environment is that begins again.
+        themselves = {place.text for place, _ in inputs.places.values()}
         return {
             # Of what is made when it is needed, ranks may have other sizes, as of a mask; those of one size are equal.
             f"{name}{size_of(mark) if name in when_needed else ''}, which {what} is computed from,": Since(
                 self._first[name], mark
             )
             for name, (mark, what) in {**between, **when_needed}.items()
-            if name in self._first and name not in self._moved and mark.kind not in _CACHES
+            if name in themselves and name in self._first and name not in self._moved and mark.kind not in _CACHES
         }
