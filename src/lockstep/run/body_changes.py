@@ -10,20 +10,15 @@ What `Run.step` decides, by being asked whether a step is done, is changed once 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType
 from typing import Final, NamedTuple
 
-import numpy as np
-import torch
-
-from lockstep.run.reachable import BUILTIN_METHODS, mark_of
+from lockstep.run.reachable import BUILTIN_METHODS, GENERATORS, mark_of
 from lockstep.run.script_functions import Context, is_of
 from lockstep.run.script_places import Place
 from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Use
 
-GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _STEPS: Final = (("step",), ("update",), ("backward",))
 _ADDS: Final = {"add", "update"}
 _SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}

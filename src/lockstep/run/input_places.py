@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
@@ -46,6 +47,15 @@ class TrainingInputs:
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read
+    _texts: Counter[str] = field(default_factory=Counter)
+
+    def note(self, place: Place, what: str) -> None:
+        """``what`` is computed from what is at ``place``; of two with one text, such as `self.n`, one gets a number."""
+        if place.key not in self.places:
+            self._texts[place.text] += 1
+            same = self._texts[place.text]
+            text = f"{place.text} ({same})" if same > 1 else place.text
+            self.places[place.key] = place._replace(text=text), what
 
     def held(self) -> Held:
         """What is at these places now."""
@@ -63,9 +73,11 @@ class TrainingInputs:
 
     def held_between(self) -> Held:
         """The same, without what tells of the last body only, and what is made when it is needed."""
-        between = (place for key, place in self.places.items() if key not in self.anew | self.when_needed)
+        others = self.anew | self.when_needed
+        between = (place for key, place in self.places.items() if key not in others)
         return held(between, self.skip, STATELESS)
 
     def held_when_needed(self) -> Held:
         """Only what bodies make when it is needed."""
-        return held((self.places[key] for key in sorted(self.when_needed)), self.skip, STATELESS)
+        needed = (place for key, place in self.places.items() if key in self.when_needed)
+        return held(needed, self.skip, STATELESS)

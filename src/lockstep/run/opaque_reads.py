@@ -13,16 +13,16 @@ _CLOCKS: Final = (time.time, time.monotonic, time.perf_counter, time.process_tim
 _STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 
 
-def opaque_read(path: Path, function: object, owner: object, *, may_be_clock: bool) -> str:
+def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
     """What a call reads, in words; "" where that is nothing of these.
 
     Args:
         path: what is called.
         function: the same, if it is known.
         owner: the object whose method it is.
-        may_be_clock: a clock is none then, as where a loop ends by a time.
+        ends_loop: whether that decides only how long a loop goes on: a clock may.
     """
-    if not may_be_clock and any(function is clock for clock in _CLOCKS):
+    if not ends_loop and any(function is clock for clock in _CLOCKS):
         return f"the clock, by {path.text}()"
     if function is open:
         return f"what {path.text}(...) reads, which no checkpoint has"

@@ -53,6 +53,7 @@ _MOST_ITEMS: Final = 500  # of one list or dict
 _VISITS: Final = 5  # objects that are looked at for each mark
 _SMALL: Final = 1 << 20  # elements of a tensor or an array that are read
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: The methods of Python's own objects, such as `itertools.count().__next__`.
 BUILTIN_METHODS: Final = (BuiltinFunctionType, MethodWrapperType)
 _NO_STATE: Final = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType)
@@ -247,8 +248,14 @@ def mark_of(value: object) -> Mark | None:
 
 def size_of(mark: Mark) -> str:
     """The shape of a tensor, in words, if its ``mark`` tells."""
-    is_known = mark.rank == TENSOR_RANK and isinstance(mark.seen, tuple) and isinstance(mark.seen[1], tuple)
-    return f" of shape {tuple(mark.seen[1])}" if is_known and isinstance(mark.seen, tuple) else ""
+    if not (tells_values(mark) and isinstance(mark.seen, tuple)):
+        return ""
+    return f" of shape {tuple(mark.seen[1])}"
+
+
+def tells_values(mark: Mark) -> bool:
+    """Whether the mark of a tensor is of its values; of a large one, or of one on a GPU, it is of the object."""
+    return mark.rank == TENSOR_RANK and isinstance(mark.seen, tuple) and not isinstance(mark.seen[1], int)
 
 
 def _seen_of(value: object) -> object:

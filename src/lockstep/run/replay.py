@@ -26,13 +26,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 import struct
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -42,7 +40,7 @@ from lockstep.collectives import Group, local_part
 from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
-from lockstep.run.reachable import TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
+from lockstep.run.reachable import GENERATORS, TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
 from lockstep.run.script_places import Held, changed_by
 from lockstep.run.shared_inputs import SharedInputs
 from lockstep.run.state import State
@@ -54,7 +52,6 @@ _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
 
 _NOTHING: Final = "nothing", "nothing"
-_GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
 class CheckSchedule:
@@ -435,9 +432,9 @@ def _generators(models: Sequence[nn.Module]) -> dict[str, object]:
         for model in models
         for module_name, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, _GENERATORS)
+        if isinstance(value, GENERATORS)
     }
-    return find(script_roots(sys._getframe()), _GENERATORS) | modules
+    return find(script_roots(sys._getframe()), GENERATORS) | modules
 
 
 def _hash(marks: Sequence[tuple[str, str]]) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from types import FunctionType, MethodType
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Final
 
 from torch import nn
@@ -63,22 +63,30 @@ def computing(module: nn.Module, text: str) -> Iterator[Callee]:
 
 def is_torchs_change(context: Context, call: Call) -> bool:
     """Whether torch's function that is called changes what it is given, such as `clip_grad_norm_`."""
-    value = context.value_of(call.function[0]) if call.function and isinstance(call.function[0], Path) else None
-    name = getattr(value, "__name__", "")
-    return str(getattr(value, "__module__", "")).startswith("torch") and (
-        name.endswith("_") or name == "vector_to_parameters"
-    )
+    function = context.value_of(call.function[0]) if call.function and isinstance(call.function[0], Path) else None
+    if not isinstance(function, FunctionType | BuiltinFunctionType):
+        return False
+    name = function.__name__
+    return str(function.__module__).startswith("torch") and (name.endswith("_") or name == "vector_to_parameters")
 
 
 def sampling(source: object) -> Iterator[Callee]:
     """The functions of the script by which a data set, or a function given with it, makes a sample."""
-    name = type(source).__name__
-    callees = list(called_by(source, getattr(source, "__qualname__", name)))
-    for method in ("__getitem__", "__getitems__", ITEMS):
-        callees += of_script(getattr(type(source), method, None), Argument((), source, name))
-    yield from callees
-    if not callees:  # of a package, which has others of the script, such as transforms
-        for part in attributes_of(source).values():
-            for each in part if is_of(part, list, tuple) else (part,):
-                if is_of(each, Dataset) or called_by(each, ""):
-                    yield from sampling(each)
+    waiting, seen = [source], set[int]()
+    while waiting:
+        source = waiting.pop()
+        if id(source) in seen:
+            continue
+        seen.add(id(source))
+        name = type(source).__name__
+        callees = called_by(source, name)
+        for method in ("__getitem__", "__getitems__", ITEMS):
+            callees += of_script(getattr(type(source), method, None), Argument((), source, name))
+        yield from callees
+        if not callees:  # of a package, which has others of the script, such as transforms
+            parts = (each for part in attributes_of(source).values() for each in _items_in(part))
+            waiting += (each for each in parts if is_of(each, Dataset) or called_by(each, ""))
+
+
+def _items_in(part: object) -> Iterable[object]:
+    return part if isinstance(part, list | tuple) else (part,)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
@@ -19,7 +20,6 @@ from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
 from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads
 
 _PLAIN: Final = (bool, int, float, str, type(None))
-_OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
 
 
 class Argument(NamedTuple):
@@ -49,6 +49,11 @@ class Context:
     def held(self) -> dict[str, Any]:
         """The variables of a function that is running."""
         return {} if self.frame is None else variables_of(self.frame)
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is one, and not a module's own lines."""
+        return bool(self.code.co_flags & inspect.CO_OPTIMIZED)
 
     def is_local(self, name: str) -> bool:
         """Whether that is a variable of the function's own."""
@@ -85,7 +90,7 @@ class Context:
             text = path._replace(root=argument.text or path.root).text
             return None if argument.value is NOTHING else Place(argument.value, "", path.attributes, text)
         owner: object
-        if self.frame is not None and self.code.co_flags & _OPTIMIZED and path.root in self.held:
+        if self.frame is not None and self.is_function and path.root in self.held:
             owner = self.frame
         elif path.root in self.cells:
             return Place(self.cells[path.root], "", path.attributes, path.text)
@@ -100,14 +105,10 @@ class Context:
         root = path.root
         if root in self.arguments:
             value = self.arguments[root].value
-        elif self.frame is not None:
-            value = self.held.get(root, NOTHING)
-            if value is NOTHING and self.is_local(root):  # the function has not come there yet
-                value = self._value_of_local(root)
-        elif self.is_local(root):
-            value = self._value_of_local(root)
         else:
-            value = NOTHING
+            value = self.held.get(root, NOTHING)
+            if value is NOTHING and self.is_local(root):  # nothing runs, or has not come there yet
+                value = self._value_of_local(root)
         if value is NOTHING and not (self.is_local(root) and self.frame is None):
             value = variable_at(self.cells[root], "") if root in self.cells else self.variables.get(root, NOTHING)
             value = getattr(builtins, root, NOTHING) if value is NOTHING else value

@@ -11,7 +11,7 @@ import ast
 import functools
 import operator
 import os
-from collections import Counter, deque, namedtuple
+from collections import deque, namedtuple
 from collections.abc import Collection, Iterable, Mapping
 from types import CellType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
@@ -63,16 +63,13 @@ Held = Mapping[str, tuple[Mark, str]]
 def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...]) -> Held:
     """What is now at ``places``, each given with what is computed from it; see `look` for what is left out."""
     found: dict[str, tuple[Mark, str]] = {}
-    used: Counter[str] = Counter()
     of_frames: dict[int, dict[str, Any]] = {}
     for place, what in places:
         if isinstance(place.owner, FrameType) and id(place.owner) not in of_frames:
             of_frames[id(place.owner)] = variables_of(place.owner)
         value = place.value(of_frames.get(id(place.owner)))
         if value is not NOTHING:
-            used[place.text] += 1  # such as `self.n` in two classes
-            text = place.text if used[place.text] == 1 else f"{place.text} ({used[place.text]})"
-            marks = look({text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
+            marks = look({place.text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
             found |= {name: (mark, what) for name, mark in marks.items()}
     return found
 

@@ -23,7 +23,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.collectives import local_part
 from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
-from lockstep.run.reachable import TENSOR_RANK, Mark, find, look, script_roots
+from lockstep.run.reachable import TENSOR_RANK, Mark, find, look, script_roots, tells_values
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
 
@@ -73,9 +73,7 @@ def _shown(mark: Mark) -> str:
     """A text for what a mark has seen, equal for equal values; "" where it cannot tell."""
     if mark.rank != TENSOR_RANK:
         return str(mark.seen)[:_SHOWN]
-    # Of a large tensor or one of a GPU, only that it is the same object.
-    is_known = isinstance(mark.seen, tuple) and not isinstance(mark.seen[1], int)
-    return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if is_known else ""
+    return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if tells_values(mark) else ""
 
 
 def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:

@@ -198,7 +198,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         emergency=open_emergency(settings, env, group, world, strategy, metrics, reporter.say)
         if has_emergency
         else NoEmergency(),
-        inputs=SharedInputs(state),
+        inputs=SharedInputs(state, several=group.size > 1),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None

@@ -43,10 +43,12 @@ class SharedInputs:
 
     Args:
         state: what the run holds.
+        several: whether there are several ranks; else nothing is looked at to be compared.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, several: bool) -> None:
         self._state: Final = state
+        self._several: Final = several
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -103,10 +105,14 @@ class SharedInputs:
         self._inputs, self._frames = None, []
 
     def _note_first(self, inputs: TrainingInputs) -> None:
+        if not self._several:
+            return
         for name, (mark, _) in (*inputs.held_between().items(), *inputs.held_when_needed().items()):
             self._first.setdefault(name, mark)
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
+        if not self._several:
+            return {}
         between, when_needed = inputs.held_between(), inputs.held_when_needed()
         # Not parts of objects: a package's may be set anew in each body, as an environment is that begins again.
         themselves = {place.text for place, _ in inputs.places.values()}

@@ -266,6 +266,11 @@ class _Reader:
     def _sometimes(self) -> bool:
         return bool(self._tests) or any(self.reads.exits[loop] for loop in self._loops)
 
+    def _use(self, call: Call | None, target: Path | None, value: Sequence[Read], line: int) -> None:
+        self.reads.uses.append(
+            Use(call, target, tuple(value), self._conditions, self._loops, line, self._sometimes, self._guards)
+        )
+
     def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
         self.reads.changes.append(Change(path, tuple(value), self._conditions, line, self._sometimes, self._guards))
 
@@ -322,9 +327,7 @@ class _Reader:
         while isinstance(owner, ast.Subscript):
             owner = owner.value
         if (path := path_of(owner)) is not None:
-            self.reads.uses.append(
-                Use(None, path, tuple(read), self._conditions, self._loops, line, self._sometimes, self._guards)
-            )
+            self._use(None, path, read, line)
 
     # ---- what is read ------------------------------------------------------------------------------------------
 
@@ -425,9 +428,7 @@ class _Reader:
             any(isinstance(one, ast.Starred) for one in node.args),
             node.lineno,
         )
-        self.reads.uses.append(
-            Use(call, None, (), self._conditions, self._loops, node.lineno, self._sometimes, self._guards)
-        )
+        self._use(call, None, (), node.lineno)
         owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
         if owner is not None and isinstance(node.func, ast.Attribute):
             if not owner.attributes and (call.arguments or call.keywords):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
@@ -103,7 +104,9 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
             follower.changes.enter(context)
             given = follower.given(context)
             # A generator, or a method that takes a micro-batch, stands between the loop and its micro-batches.
-            is_between = script.f_code.co_flags & _GENERATOR or not context.reads.loop_at(script.f_lineno).first
+            is_between = (
+                script.f_code.co_flags & inspect.CO_GENERATOR or not context.reads.loop_at(script.f_lineno).first
+            )
             if is_body and is_between:
                 what = f"what {script.f_code.co_name} hands on"
                 given.append(Given("step", what, "", tuple(context.reads.returned)))
@@ -120,8 +123,6 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     return follower.found
 
 
-_GENERATOR: Final = 32  # `inspect.CO_GENERATOR`
-_OPTIMIZED: Final = 1  # `inspect.CO_OPTIMIZED`: a function, not a module's own lines
 #: What is made of what its methods are given; a log or a progress bar is not.
 _FILLED: Final = (list, dict, set, deque, torch.Tensor, np.ndarray)
 
@@ -283,8 +284,7 @@ class _Follower:
                 for attribute in vars(parameter):
                     if not attribute.startswith("_"):
                         text = f"{name}.{attribute}"
-                        place = Place(parameter, "", (attribute,), text)
-                        self.found.places.setdefault(place.key, (place, "run.step(...)"))
+                        self.found.note(Place(parameter, "", (attribute,), text), "run.step(...)")
 
     def _of_path(self, context: Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
         """Note the place of a path; returns what else is to be followed in the same function."""
@@ -314,7 +314,7 @@ class _Follower:
         return followed
 
     def _is_set_here(self, context: Context, name: str) -> bool:
-        return context.is_local(name) or name in context.reads.outer or not context.code.co_flags & _OPTIMIZED
+        return context.is_local(name) or name in context.reads.outer or not context.is_function
 
     def _of_call(self, context: Context, call: Call, given: Given, outward: list[Read] | None) -> list[Read]:
         """What the value of a call is computed from, in terms of the function that calls."""
@@ -335,7 +335,7 @@ class _Follower:
         known = [self._take_returned(context, call, one, given, followed) for one in self._callees(context, call)]
         value = context.value_of(path)
         if given.kind in _NOTED and context.covers(call.line) and given.what != _SAMPLE:
-            opaque = opaque_read(path, value, owner, may_be_clock=given.kind == "exit")
+            opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
                 opaque = f"what {path.text} remembers of the model as it was"
             self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
@@ -349,8 +349,9 @@ class _Follower:
 
     def _computes_by_model(self, context: Context, path: Path) -> bool:
         """Whether a function of the script calls a model that learns."""
-        for callee in self._callees(context, Call((path,), (), (), True, 0)):
-            if (inner := self._enter(context, Call((path,), (), (), True, 0), callee)) is not None:
+        call = Call((path,), (), (), True, 0)
+        for callee in self._callees(context, call):
+            if (inner := self._enter(context, call, callee)) is not None:
                 self._running.pop()
                 called = (
                     use.read.function[0] for use in inner.reads.uses if use.read is not None and use.read.function
@@ -491,8 +492,8 @@ class _Follower:
             arguments=arguments,
             depth=context.depth + 1,
             in_body=in_body,
-            # Samples are read before the body, so that two bodies show no difference.
             unsettled=context.unsettled | changed_names(function.__code__.co_filename),
+            # Samples are read before the body, so that two bodies show no difference.
             sometimes=samples or context.sometimes or (use is not None and use.sometimes),
         )
         self.changes.enter(entered)
@@ -533,7 +534,7 @@ class _Follower:
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
         if given.kind in _NOTED and not is_known:
-            self.found.places.setdefault(place.key, (place, given.what))
+            self.found.note(place, given.what)
 
     def _take_returned(
         self,
