@@ -558,8 +558,8 @@ MUTANTS = [
     # ---- ranks that differ, what is not finite, who the run is
     mutant(
         "run/snapshot.py",
-        "        self._divergence.compare(shared, self._position.progress.step, modules=modules | self._take_left())\n",
-        "        return\n",
+        "        self._divergence.compare(\n            shared,",
+        "        return\n        self._divergence.compare(\n            shared,",
         DIVERGENCE,
     ),
     mutant(
