@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group, open_group
-from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, open_strategy
 from lockstep.world import World
 from ranks import start, told
 
@@ -76,7 +76,7 @@ def lockstep_ddp(millions: float, group: Group, plan: BatchPlan, *, exact: bool)
     def step(batches: list[tuple[Tensor, Tensor]]) -> None:
         for index, (inputs, labels) in zip(mine, batches, strict=True):
             turn = MicroBatchPosition(index, plan.micro_batches, index == mine[-1])
-            begin_micro_batch(strategy, turn)
+            strategy.begin_micro_batch(turn)
             strategy.backward(F.cross_entropy(model(inputs), labels), weight, target, turn)
             if turn.last:
                 optimizer.step()

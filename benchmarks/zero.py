@@ -32,8 +32,6 @@ from lockstep.strategies import (
     ParameterSet,
     Strategy,
     StrategyContext,
-    before_optimizer_step,
-    begin_micro_batch,
     open_strategy,
 )
 from lockstep.world import World
@@ -100,9 +98,9 @@ def lockstep(word: str, millions: float, group: Group, plan: BatchPlan) -> Way:
     turn, weight = MicroBatchPosition(group.rank, group.size, True), torch.tensor(1 / group.size)
 
     def step(inputs: Tensor, labels: Tensor) -> None:
-        begin_micro_batch(strategy, turn)
+        strategy.begin_micro_batch(turn)
         strategy.backward(F.cross_entropy(model(inputs), labels), weight, target, turn)
-        before_optimizer_step(strategy, target)
+        strategy.before_optimizer_step(target)
         optimizer.step()
         optimizer.zero_grad()
         strategy.end_micro_batch(turn)

@@ -690,8 +690,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/delegation.py",
-        "while each is not None and not has_ability(type(each), ability):",
-        "while each is not None and False:",
+        "    begin_micro_batch = _delegated()\n",
+        "",
         "tests/strategies/test_zero.py",
         STRATEGIES,
     ),

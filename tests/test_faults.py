@@ -341,10 +341,10 @@ def test_whatever_is_killed_and_whenever_the_bits_are_those_of_the_undisturbed_r
             restarts = dice.randint(1, 3)
             job.start(dice.choice([world for world in (1, 2, 3) if world != job.world]), restarts)
         job.strike(fault, then, dice)
+        if fault.target == "rank":  # with the fork server all ranks die
+            survived.add(then.life)  # also without a restart: the launcher saves what is left before it ends
         if fault.target in ("rank", "fork server") and restarts:
             restarts -= 1  # the launcher starts the next life by itself
-            if fault.target == "rank":  # with the fork server all ranks die
-                survived.add(then.life)
         else:
             code = job.ended()
             assert code == CODES[fault.target], job.told(f"exit code {code}")

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from lockstep.small_files import replace_text
+
 
 @dataclass(frozen=True, slots=True)
 class MeasureRequest:
@@ -129,9 +131,7 @@ class RankRecord:
 
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
-        scratch = path.with_name(f".{path.name}")
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(path)
+        replace_text(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -12,7 +12,6 @@ from lockstep.errors import MismatchError, UsageError
 from lockstep.run import Run
 from lockstep.run.update_checks import mixes_parameters
 from lockstep.strategies import partial_models
-from lockstep.strategies.divided_update import UpdateShare, update_share
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 
@@ -331,7 +330,3 @@ def test_errors_of_absent_tensors_say_where_it_is_to_be_computed():
     assert "Net.score(...) uses parameters" in partial_models.of_absent_parameters("pipeline", error, "Net.score")
     assert "weight_decay=" in partial_models.of_absent_parameters("pipeline", error, "")
     assert partial_models.of_absent_parameters("pipeline", RuntimeError("another"), "") == ""
-
-
-def test_most_strategies_make_the_whole_update():
-    assert update_share(object()) == UpdateShare(has_gradients=True, is_whole=True)

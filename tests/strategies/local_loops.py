@@ -13,12 +13,7 @@ from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.strategies import (
     ParameterSet,
     StrategyContext,
-    before_optimizer_step,
-    begin_count,
-    begin_micro_batch,
-    load_strategy_state,
     open_strategy,
-    strategy_state,
 )
 from lockstep.testing import state_hash
 from lockstep.world import World
@@ -86,18 +81,18 @@ class Loop:
         samples = SAMPLES * micro_batches
         turns = [MicroBatchPosition(m, micro_batches, m == run[-1], False, SAMPLES, samples) for m in run]
         for position in turns or [MicroBatchPosition(0, micro_batches, True, True, 0, samples)]:
-            begin_micro_batch(strategy, position)
+            strategy.begin_micro_batch(position)
             inputs, outputs = batch(self.done, position.index)
             loss = F.mse_loss(self.model(inputs), outputs)
             items = SAMPLES if counts is None else counts[position.index]
             own = None if counts is None or not position.last else sum(counts[m] for m in run)
-            total = None if own is None else begin_count(strategy, own)
+            total = None if own is None else strategy.begin_count(own)
             strategy.backward(loss, torch.tensor(items / position.step_samples), self.target, position)
             if position.last:
                 if total is not None:
                     strategy.normalize_by_count(self.target, position.step_samples, total())
                 self.norms.append(float(strategy.state_layout.norm(self.target.parameters)))
-                before_optimizer_step(strategy, self.target)
+                strategy.before_optimizer_step(self.target)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             strategy.end_micro_batch(position)
@@ -112,13 +107,13 @@ class Loop:
         """What a checkpoint would give back."""
         state_layout = self.strategy.state_layout
         tree = {"model": state_layout.model_state(self.net), "optimizer": state_layout.optimizer_state(self.optimizer)}
-        return whole(tree | {"strategy": strategy_state(self.strategy), "done": self.done}, self.group)
+        return whole(tree | {"strategy": self.strategy.state_dict(), "done": self.done}, self.group)
 
     def load(self, tree, *, same_strategy=True):
         tree = copy.deepcopy(tree)  # optimizers keep what they are given
         self.strategy.state_layout.load_model(self.net, tree["model"])
         self.strategy.state_layout.load_optimizer(self.optimizer, tree["optimizer"])
-        load_strategy_state(self.strategy, tree["strategy"] if same_strategy else {})
+        self.strategy.load_state_dict(tree["strategy"] if same_strategy else {})
         self.strategy.resync()
         self.done = tree["done"]
         return self

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import open_group
 from lockstep.errors import UsageError
-from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, open_strategy
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.testing import state_hash
 from lockstep.world import World
@@ -59,7 +59,7 @@ def stepped(device):
     run = BatchPlan(8, 1, 2).run(group.rank, 8)
     for index in run:
         position = MicroBatchPosition(index, 8, last=index == run[-1])
-        begin_micro_batch(strategy, position)
+        strategy.begin_micro_batch(position)
         strategy.backward(model(batches[index]).square().mean(), torch.tensor(0.125), target, position)
         strategy.end_micro_batch(position)
     found = state_hash([p.grad for p in plain.parameters()], dict(plain.named_buffers()))

@@ -13,7 +13,7 @@ from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import ParameterSet, StrategyContext, begin_micro_batch, open_strategy
+from lockstep.strategies import ParameterSet, StrategyContext, open_strategy
 from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
@@ -62,7 +62,7 @@ def test_buffers_become_the_mean_over_the_step_and_counts_count_steps():
     mean = 0.0
     for values in ([1.0, 2.0, 3.0, 6.0], [5.0], [-1.0, 0.0, 1.5]):
         for position, value in zip(turns(len(values)), values, strict=True):
-            begin_micro_batch(strategy, position)
+            strategy.begin_micro_batch(position)
             model(torch.tensor([value]))
             strategy.end_micro_batch(position)
         mean += sum(0.5 * (value - mean) for value in values) / len(values)
@@ -79,10 +79,10 @@ def test_a_step_that_is_given_up_leaves_no_trace_in_buffers():
     before = state_hash(model)
     for given_up_after in (0, 2):
         for position in turns(4)[:given_up_after]:
-            begin_micro_batch(strategy, position)
+            strategy.begin_micro_batch(position)
             model(torch.tensor([9.0]))
             strategy.end_micro_batch(position)
-        begin_micro_batch(strategy, turns(4)[given_up_after])
+        strategy.begin_micro_batch(turns(4)[given_up_after])
         model(torch.tensor([9.0]))
         strategy.discard_step()
         assert state_hash(model) == before

@@ -7,15 +7,17 @@ directory/          model.safetensors beside config.json, where the model has on
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from lockstep.checkpoint.safetensors_file import FileTensor, has_type, head_of
 from lockstep.errors import SettingError
+from lockstep.small_files import replace_text, replacement
 
 _MODEL = "model.safetensors"
 #: Read by transformers, which refuses files without it.
@@ -114,11 +116,14 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, tensors: Sequence[FileTensor]) -> None:
-        self._replacement = Replacement(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._tensors = tensors
+        self._open = contextlib.ExitStack()
 
     def __enter__(self) -> SafetensorsWriter:
-        self._file = self._replacement.path.open("wb")
+        beside = self._open.enter_context(replacement(self._path, durable=True))
+        self._file = self._open.enter_context(beside.open("wb"))
         self._file.write(head_of(self._tensors, _METADATA))
         return self
 
@@ -126,39 +131,10 @@ class SafetensorsWriter:
         """Write the bytes of the next tensor."""
         self._file.write(content)
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        self._file.flush()
-        if kind is None:
-            os.fsync(self._file.fileno())
-        self._file.close()
-        self._replacement.finish(complete=kind is None)
-
-
-class Replacement:
-    """A file beside the one that it will take the place of, in one act.
-
-    Args:
-        path: of the file; missing directories are made.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._final = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path = path.with_name(f".{path.name}.{os.getpid()}.part")  #: where to write
-
-    def finish(self, *, complete: bool) -> None:
-        """Put the file in its place, or remove it if it is not ``complete``."""
-        if not complete:
-            self.path.unlink(missing_ok=True)
-            return
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
-        self.path.replace(self._final)
-        directory = os.open(self._final.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
 
 
 def tensors_file(out: Path) -> Path:
@@ -169,6 +145,4 @@ def tensors_file(out: Path) -> Path:
 def write_beside(directory: Path, files: Mapping[str, str]) -> None:
     """Write texts into ``directory``, each file replaced in one act."""
     for name, text in files.items():
-        replacement = Replacement(directory / name)
-        replacement.path.write_text(text, encoding="utf-8")
-        replacement.finish(complete=True)
+        replace_text(directory / name, text, durable=True)

@@ -14,12 +14,12 @@ from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
-from lockstep.checkpoint.model_files import Replacement
 from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import StoredTensor, TensorShard, in_memory
 from lockstep.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
+from lockstep.small_files import replacement
 
 Tensors = dict[str, torch.Tensor]
 """By the names that a model's ``state_dict()`` gives them."""
@@ -212,13 +212,9 @@ def unreadable(path: Path, error: OSError) -> str:
 
 def write_torch_file(path: Path, state: Tensors) -> None:
     """Write what `torch.save` makes of ``state``; what was at ``path`` before is replaced once all is written."""
-    replacement = Replacement(path)
-    complete = False
-    try:
-        torch.save(state, replacement.path)
-        complete = True
-    finally:
-        replacement.finish(complete=complete)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacement(path, durable=True) as beside:
+        torch.save(state, beside)
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:

@@ -14,6 +14,7 @@ from typing import Self
 from lockstep.doctor.host_facts import FileFacts, HostFacts
 from lockstep.formatting import plural
 from lockstep.records import from_known, read_object
+from lockstep.small_files import replace_text
 
 _RANKS = "ranks.json"
 
@@ -82,9 +83,7 @@ class RanksFacts:
 
     def write(self, place: Path) -> None:
         """Write it for the parent, completely or not at all."""
-        scratch = place / f".{_RANKS}"
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(place / _RANKS)
+        replace_text(place / _RANKS, json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True, slots=True)

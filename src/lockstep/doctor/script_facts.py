@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Self
 
 from lockstep.records import from_known, read_object
+from lockstep.small_files import replace_text
 from lockstep.step_record import HostWait, RankRecord
 
 
@@ -92,9 +93,7 @@ class ScriptFacts:
 
     def write(self, directory: Path) -> None:
         """Write it for the parent, completely or not at all."""
-        scratch = directory / f".rank-{self.rank:04d}"
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(directory / f"watched-{self.rank:04d}.json")
+        replace_text(directory / f"watched-{self.rank:04d}.json", json.dumps(asdict(self)))
 
 
 def read_facts(directory: Path) -> Sequence[ScriptFacts]:

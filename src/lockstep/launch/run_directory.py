@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import importlib.metadata
 import json
-import os
 import platform
 import socket
 import sys
@@ -27,6 +26,7 @@ from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.records import of_kind, read_object
 from lockstep.settings import check_variables
+from lockstep.small_files import replace_text
 from lockstep.world import World
 
 #: The file by which a run directory is recognized.
@@ -381,12 +381,7 @@ def _generations(run_dir: Path) -> list[Any]:
 
 
 def _write(run_dir: Path, about: dict[str, Any]) -> None:
-    scratch = run_dir / f".{MARK}"
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(about, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())  # else a power cut may leave an empty file under the name
-    scratch.replace(run_dir / MARK)
+    replace_text(run_dir / MARK, json.dumps(about, indent=2) + "\n", durable=True)
 
 
 def is_in_use(run_dir: Path) -> bool:

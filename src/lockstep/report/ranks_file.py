@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.memory_use import UNKNOWN, MemoryUse
 from lockstep.records import of_kind, read_bytes, value_in
+from lockstep.small_files import replace_text
 
 #: Less waiting than this is not reported: all ranks wait a little for each other.
 _NOTEWORTHY = 0.1
@@ -58,16 +58,11 @@ class RanksFile:
     def __init__(self, run_dir: Path, number: int) -> None:
         #: The file.
         self.path = run_dir / f"ranks-{number:04d}.json"
-        self._scratch = run_dir / f".{self.path.name}.{os.getpid()}"
 
     def write(self, ranks: Sequence[RankStatus]) -> None:
         """Replace what is there. What cannot be written, such as on a full disk, is dropped."""
-        try:
-            self._scratch.write_text(json.dumps([asdict(one) for one in ranks]), encoding="utf-8")
-            self._scratch.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            replace_text(self.path, json.dumps([asdict(one) for one in ranks]))
 
     @staticmethod
     def read_all(run_dir: Path) -> list[RankStatus]:

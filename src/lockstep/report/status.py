@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, Self, TypeVar
@@ -12,6 +11,7 @@ from typing import Literal, Self, TypeVar
 from lockstep.formatting import count, duration, harmless, plural
 from lockstep.memory_use import UNKNOWN, MemoryUse
 from lockstep.records import from_known, object_from, read_bytes
+from lockstep.small_files import replace_text
 
 T = TypeVar("T")
 State = Literal["training", "evaluating", "saving", "done", "unsaved", "stopped", "failed"]
@@ -120,8 +120,6 @@ class StatusFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # The same name every time: a crash leaves at most one such file behind.
-        self._scratch = path.with_name(f".{path.name}.{os.getpid()}")
 
     def write(self, status: Status) -> None:
         """Replace the status: a reader finds the old one or the new one, never part of one.
@@ -129,12 +127,8 @@ class StatusFile:
         Costs about 0.1 ms on a local disk; the caller chooses how often. One that cannot be written, such as on a
         full disk, is dropped: it is news for a screen, and the next one may fit.
         """
-        try:
-            self._scratch.write_text(status.to_json(), encoding="ascii")
-            self._scratch.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._scratch.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            replace_text(self._path, status.to_json())
 
     @staticmethod
     def read(path: Path) -> Status | None:

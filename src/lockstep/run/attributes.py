@@ -22,7 +22,7 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.errors import UsageError
 from lockstep.run.kept import restored
 from lockstep.run.reachable import mark_of
-from lockstep.strategies import ComputesLoss, HasServerRanks, ReplicatedLayout, Strategy
+from lockstep.strategies import LossStrategy, ReplicatedLayout, ServerStrategy, Strategy
 
 _LARGEST_BYTES: Final = 1 << 20  # of a module's tensor: larger ones are caches, or belong into a buffer
 _DEPTH: Final = 4  # of lists within lists
@@ -172,7 +172,7 @@ class RunAttributes:
         Raises:
             UsageError: if not.
         """
-        whole, served = isinstance(strategy.state_layout, ReplicatedLayout), isinstance(strategy, HasServerRanks)
+        whole, served = isinstance(strategy.state_layout, ReplicatedLayout), isinstance(strategy, ServerStrategy)
         for attributes in self._optimizers.values():
             for name, value in attributes.changed().items():
                 if why := _why_not_saved(value, whole=whole, served=served):
@@ -181,7 +181,7 @@ class RunAttributes:
                         "would begin it again. Keep what belongs to a parameter p in self.state[p], and numbers in "
                         "self.param_groups, as torch's optimizers do: that is saved"
                     )
-        if isinstance(strategy, ComputesLoss):
+        if isinstance(strategy, LossStrategy):
             for root in (one for name, one in self._modules.items() if name.endswith(":")):
                 root.require_as_traced()
 

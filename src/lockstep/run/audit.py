@@ -27,7 +27,6 @@ from lockstep.formatting import format_ranks
 from lockstep.run.divergence import checksums, tensors_in
 from lockstep.run.replay import Digest, Notes, Played, ReplayError, first_difference, place_of
 from lockstep.run.setup import RunContext
-from lockstep.strategies import state_part
 
 _PLAYS: Final = "micro-batches that are audited"
 _WHAT_TO_DO: Final = (
@@ -177,7 +176,7 @@ class Audit:
 
     def _apart(self, rank: int, wrong: Sequence[int]) -> str:
         """What ``rank`` holds otherwise than a rank that was right, in words. Collective."""
-        part = state_part(self._context.strategy)
+        part = self._context.strategy.state_part
         if part is None or part.divides_models or self._group.size == 1:
             return ""
         held = {one.name: one.tensor for one in self._tensors() if one.kind in (0, 2)}
@@ -202,7 +201,7 @@ class Audit:
         self._stored = self._with_sums(list(self._tensors()))
         if self._group.size == 1:
             return True
-        part = state_part(self._context.strategy)
+        part = self._context.strategy.state_part
         divided = {0, 1} if part is None or part.divides_models else {1} if part.of > 1 else set()
         alike = [(each.name, found) for each, found in self._stored if each.kind not in divided]
         return (

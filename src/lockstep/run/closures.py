@@ -21,7 +21,7 @@ from lockstep.errors import UsageError
 from lockstep.run.metrics import MetricMeans
 from lockstep.run.setup import RunContext
 from lockstep.run.state import State
-from lockstep.strategies import LossCall, ParameterSet, begin_count, begin_micro_batch, can_repeat_step
+from lockstep.strategies import LossCall, ParameterSet
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -38,7 +38,7 @@ def check_closures(context: RunContext, optimizer: torch.optim.Optimizer) -> Non
         UsageError: if it cannot, with what to use instead.
     """
     name = type(optimizer).__name__
-    if not can_repeat_step(context.strategy):
+    if not context.strategy.repeats_step:
         raise UsageError(
             f"{name} computes the loss several times in a step, through a closure, which strategy "
             f"{context.settings.strategy} does not support: use --strategy ddp, or an optimizer that steps once, such "
@@ -124,10 +124,10 @@ class ClosureSteps:
         for parameter in target.parameters:
             parameter.grad = None
         own = sum(int(one.items) for one in held if counted and not one.position.is_padding)
-        total = begin_count(strategy, own) if counted else None
+        total = strategy.begin_count(own) if counted else None
         losses = []
         for one in held:
-            begin_micro_batch(strategy, one.position)
+            strategy.begin_micro_batch(one.position)
             self._set_random_state(one.random_state)
             with precision.forward():
                 loss = one.task()

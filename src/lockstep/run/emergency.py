@@ -41,7 +41,7 @@ from lockstep.run.metrics import MetricMeans, PassMetrics
 from lockstep.run.mirror import Mirror, open_mirror
 from lockstep.run.resume_point import ResumePoint, described
 from lockstep.settings import Settings
-from lockstep.strategies import StatePart, Strategy, state_part
+from lockstep.strategies import StatePart, Strategy
 from lockstep.world import World
 
 #: Errors that may end all ranks at once, each of which still holds the last finished step.
@@ -394,7 +394,7 @@ def open_emergency(
         group,
         world,
         metrics,
-        part=state_part(strategy),
+        part=strategy.state_part,
         writes=writes_emergency(env, settings, group, strategy),
         say=say,
         log_every=None if settings.log_every is None else int(settings.log_every.every),
@@ -409,5 +409,5 @@ def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, s
     With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
     behind its host.
     """
-    wanted, part = EMERGENCY in env and settings.emergency, state_part(strategy)
+    wanted, part = EMERGENCY in env and settings.emergency, strategy.state_part
     return wanted and group.over_cpu and part is not None and part.of < group.size

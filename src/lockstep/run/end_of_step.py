@@ -27,7 +27,7 @@ from lockstep.run.run_log import LoggedRow, RunLog
 from lockstep.run.save_stop import Decision
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
-from lockstep.strategies import HasServerRanks
+from lockstep.strategies import ServerStrategy
 
 #: Steps of this process after which every rank has ended one: if one is lost then, the others have a state to leave.
 _SAFE_STEPS: Final = 2
@@ -91,7 +91,7 @@ class EndOfStep:
     @property
     def waits(self) -> bool:
         """Whether decisions to save and to stop must wait: a step has not ended, or its loop was left by ``break``."""
-        is_left = self._position.is_left and not isinstance(self._context.strategy, HasServerRanks)
+        is_left = self._position.is_left and not isinstance(self._context.strategy, ServerStrategy)
         return bool(self._open_step) or is_left
 
     def finish(self) -> None:
@@ -165,7 +165,7 @@ class EndOfStep:
         wait for the next pass, or for the end of the turn. Not so where ranks serve others, for servers do not learn of
         a break before they have ended the step.
         """
-        if not self._position.is_left or isinstance(self._context.strategy, HasServerRanks):
+        if not self._position.is_left or isinstance(self._context.strategy, ServerStrategy):
             self.finish()
             return
         self._raise_error()

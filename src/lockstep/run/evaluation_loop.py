@@ -20,7 +20,7 @@ from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
 from lockstep.run.training_modes import modes_of, restore
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.strategies import ComputesLoss, HasServerRanks, evaluating
+from lockstep.strategies import LossStrategy, ServerStrategy
 
 
 class EvaluationLoop:
@@ -82,7 +82,7 @@ class EvaluationLoop:
 
     def _require_complete_step(self) -> None:
         current = self._train_step.current
-        if isinstance(self._context.strategy, HasServerRanks):
+        if isinstance(self._context.strategy, ServerStrategy):
             raise UsageError(
                 "run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve the others, and "
                 "have no body; leave the loop by break and evaluate after it, in the loop of run.epochs(n) or "
@@ -125,8 +125,8 @@ class EvaluationLoop:
         context, position = self._context, self._position
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1
-        may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, ComputesLoss)
-        with evaluating(context.strategy), self._buffers() as buffers:
+        may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
+        with context.strategy.evaluating(), self._buffers() as buffers:
             for at, data in self._loaders.evaluation(loader):
                 self._metrics.hand_out(at)
                 seed_generators(seed_of(*seed_key, at.step, at.index))

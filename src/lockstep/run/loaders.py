@@ -30,7 +30,6 @@ from lockstep.run.loader_arguments import LoaderArguments
 from lockstep.run.replay import CheckSchedule
 from lockstep.run.setup import RunContext, cpus_of_this_rank
 from lockstep.run.to_device import on_device
-from lockstep.strategies import forward_is_collective
 
 Method = Literal["train", "evaluate"]
 
@@ -344,7 +343,7 @@ class Loaders:
         return choose_workers(cpus_of_this_rank(), in_memory=in_memory)
 
     def _padding(self, method: Method) -> Padding:
-        if forward_is_collective(self._context.strategy):
+        if self._context.strategy.forward_is_collective:
             return "even"
         return "one" if method == "train" and self._context.group.size > 1 else "none"
 

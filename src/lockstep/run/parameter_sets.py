@@ -13,7 +13,7 @@ from lockstep.errors import MismatchError, UsageError
 from lockstep.formatting import plural
 from lockstep.run.divergence import checksum
 from lockstep.run.state import State
-from lockstep.strategies import ParameterSet, Strategy, can_update_trainable, parameters_of, update_trainable
+from lockstep.strategies import ParameterSet, Strategy, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
@@ -65,7 +65,7 @@ class ParameterSets:
 
     def new_pass(self) -> None:
         """Before the first micro-batch: modules may have been replaced or added since the last one."""
-        if can_update_trainable(self._strategy):
+        if self._strategy.can_update_trainable:
             self._state.rescan()
             self._to_check = set(self._by_optimizers)
 
@@ -119,9 +119,13 @@ class ParameterSets:
 
     def _follow(self, now: ParameterSet, before: frozenset[nn.Parameter], step: int) -> None:
         """Other parameters learn from this step on than did ``before``. Collective."""
-        if not can_update_trainable(self._strategy):
-            # Refuses it, on this rank by itself: others may serve, and have no body.
-            update_trainable(self._strategy, now, self._strategy_name)
+        if not self._strategy.can_update_trainable:
+            # By itself, without asking the others: they may serve, and have no body.
+            raise UsageError(
+                f"other parameters learn than when run.model(...) was called, and strategy "
+                f"{self._strategy_name} divides a model as it is then: freeze, unfreeze and add parameters before "
+                "run.model(...), or use ddp or zero"
+            )
         own = [
             (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
         ]
@@ -134,13 +138,13 @@ class ParameterSets:
                     f"those of rank {self._group.rank}. Freeze, unfreeze and add the same on all ranks, and make new "
                     "parameters outside of the loop over micro-batches, where all ranks draw the same random numbers"
                 )
-        update_trainable(self._strategy, now, self._strategy_name)
+        self._strategy.update_trainable(now)
 
     def _make(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet:
         """What ``optimizers`` may learn, and of that what learns now."""
         held = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         everything = len(optimizers) == len(self._state.optimizers)
-        if can_update_trainable(self._strategy) and not self._state.known_parameters.issuperset(held):
+        if self._strategy.can_update_trainable and not self._state.known_parameters.issuperset(held):
             self._state.rescan()
         models = self._state.parameters
         strangers = [p for p in held if p.requires_grad and p not in self._state.known_parameters]

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from lockstep.errors import UsageError
 from lockstep.heartbeat import ProgressMarker
 from lockstep.settings import StepRange
+from lockstep.small_files import replacement
 
 _ACTIVITIES: Final = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
@@ -118,9 +119,8 @@ class StepProfiler:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             # By its ending torch knows that it is to be compressed.
-            scratch = self._directory / f".{name}"
-            recorded.export_chrome_trace(str(scratch))
-            scratch.replace(self._directory / name)
+            with replacement(self._directory / name) as beside:
+                recorded.export_chrome_trace(str(beside))
         except OSError as error:
             # A full disk must not end the training.
             warnings.warn(f"rank {self._rank} could not write {self._directory / name}: {error}", stacklevel=2)

@@ -25,18 +25,13 @@ from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.state import State
 from lockstep.strategies import (
-    ComputesLoss,
+    LossStrategy,
     StageSequence,
     TensorPlan,
-    check_can_step,
-    construct,
-    divides_construction,
     give_values,
     is_on_meta,
     make_module,
-    make_stages,
     parameters_of,
-    plan_layers,
     spans_gpus,
     synchronize_batchnorm,
 )
@@ -81,12 +76,12 @@ class Registration:
         else:
             model, is_new = self._with_values(given, stored)
         check_model(model, self._state)
-        moves_itself = isinstance(context.strategy, ComputesLoss) or (is_new and divides_construction(context.strategy))
+        moves_itself = isinstance(context.strategy, LossStrategy) or (is_new and context.strategy.divides_construction)
         if not (moves_itself or spans_gpus(model)):
             model = model.to(context.device)
         if context.settings.sync_batchnorm and context.group.size > 1:
             model = synchronize_batchnorm(model, context.group)
-        plan_layers(context.strategy, tensor_plan)
+        context.strategy.plan_layers(tensor_plan)
         context.strategy.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._state.add_model(model)
         if context.settings.compile:
@@ -108,7 +103,7 @@ class Registration:
                 "one function for each, which makes it"
             )
         makers = [partial(make_module, stage) for stage in stages if not isinstance(stage, nn.Module)]
-        if (model := make_stages(self._context.strategy, makers, weights)) is not None:
+        if (model := self._context.strategy.make_stages(makers, weights)) is not None:
             return model, True
         # Each stage has its values before the next one is made, as where ranks make one at a time.
         return self._with_values(lambda: StageSequence([give_values(make()) for make in makers]), weights)
@@ -128,7 +123,7 @@ class Registration:
                 f"run.model({type(given).__name__}): give a torch.nn.Module, or a function that makes one, as in "
                 "run.model(lambda: Net())"
             )
-        return construct(self._context.strategy, lambda: give_values(make_module(make), weights)), True
+        return self._context.strategy.construct(lambda: give_values(make_module(make), weights)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
         """Register ``optimizer``, whose parameters are those of models of this run, with its closures.
@@ -143,7 +138,7 @@ class Registration:
             self._state.with_closure = True
         elif self._state.with_closure:
             refuse_beside(self._state, type(optimizer).__name__)
-        check_can_step(self._context.strategy, optimizer)
+        self._context.strategy.check_optimizer(optimizer)
         self._state.optimizers.append(optimizer)
 
     def scheduler(self, scheduler: Any) -> None:

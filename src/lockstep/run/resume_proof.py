@@ -37,7 +37,7 @@ from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
 from lockstep.run.script_state import Lost, lost, script_state
 from lockstep.run.setup import RunContext
-from lockstep.strategies import HasServerRanks, split
+from lockstep.strategies import ServerStrategy, split
 from lockstep.strategy_words import SAME_BITS
 
 #: Options that leave bits alone.
@@ -234,7 +234,7 @@ class ResumeProof:
     def _sums(self) -> dict[str, int]:
         """What this rank holds of the sums of bits, by names of parameters and buffers. Collective where they lie."""
         context = self._context
-        if isinstance(context.strategy, HasServerRanks):
+        if isinstance(context.strategy, ServerStrategy):
             return {}
         held: dict[str, tuple[torch.Tensor, int]] = {}
         models = context.state.models

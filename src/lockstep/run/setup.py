@@ -40,7 +40,7 @@ from lockstep.run.state import State
 from lockstep.run.stop_requests import JobDeadline, StopRequests
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
-from lockstep.strategies import HasServerRanks, ReplicaAssignment, Strategy, StrategyContext, open_strategy, state_part
+from lockstep.strategies import ReplicaAssignment, ServerStrategy, Strategy, StrategyContext, open_strategy
 from lockstep.transcript import TranscriptRequest
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 from lockstep.world import World
@@ -190,7 +190,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         save_stop=SaveStopController(
             group, settings.save_every, stop_requests.reason, deadline, peer_timeout_s=settings.peer_timeout_s
         ),
-        leaves=LeaveAgreement(group, agrees=not isinstance(strategy, HasServerRanks)),
+        leaves=LeaveAgreement(group, agrees=not isinstance(strategy, ServerStrategy)),
         identity=RunIdentity(settings, threads, device),
         state=state,
         position=RunPosition(settings.seed, settings.best),
@@ -257,7 +257,7 @@ def cpus_of_this_rank() -> int:
 def _open_strategy(spec: str, context: StrategyContext, *, mirror: bool) -> Strategy:
     try:
         strategy = open_strategy(spec, context)
-        if mirror and state_part(strategy) is None:
+        if mirror and strategy.state_part is None:
             strategy.close()
             raise SettingError(
                 f"mirror=True: under strategy={spec!r} a rank cannot tell its part of the state without the others; "

@@ -22,7 +22,6 @@ from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
 from lockstep.run.train_step import TrainStep
 from lockstep.script_end import forget
-from lockstep.strategies import explain
 
 _RESUMED_AT_END: Final = (
     "this run has resumed at the end of a pass, from a checkpoint of its last step: the loop over run.train(...) had "
@@ -164,7 +163,7 @@ class Shutdown:
             if isinstance(error, torch.OutOfMemoryError):
                 self._advise(error)
             method = method_of(error, self._state.models)
-            if note := explain(self._context.strategy, error, method) or explain_missing(error, self._position.metrics):
+            if note := self._context.strategy.explain(error, method) or explain_missing(error, self._position.metrics):
                 error.add_note(note)
             if parted := context.leaves.explain(error):
                 error.add_note(parted)

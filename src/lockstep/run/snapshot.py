@@ -14,16 +14,7 @@ from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
 from lockstep.run.resume_point import tree_marks
 from lockstep.run.setup import RunContext
-from lockstep.strategies import (
-    ComputesLoss,
-    HasServerRanks,
-    StatePart,
-    can_update_trainable,
-    load_strategy_state,
-    split,
-    state_part,
-    strategy_state,
-)
+from lockstep.strategies import LossStrategy, ServerStrategy, StatePart, split
 
 
 class RunSnapshot:
@@ -85,7 +76,7 @@ class RunSnapshot:
         """What is the same on all ranks beside the state of objects."""
         position = self._position
         return {
-            "strategy": (self._strategy_name, strategy_state(self._context.strategy)),
+            "strategy": (self._strategy_name, self._context.strategy.state_dict()),
             "progress": position.progress.as_dict(),
             "scaler": self._context.precision.state_dict(),
             "metrics": position.metrics,
@@ -131,8 +122,8 @@ class RunSnapshot:
             MismatchError: if they do not.
         """
         context = self._context
-        part = state_part(context.strategy)
-        is_whole = can_update_trainable(context.strategy) and (part is None or not part.divides_models)
+        part = context.strategy.state_part
+        is_whole = context.strategy.can_update_trainable and (part is None or not part.divides_models)
         if context.share.in_step and context.group.size > 1 and is_whole:
             kept = {name: value for name, value in self._state.kept.items() if isinstance(value, nn.Module)}
             tree = {
@@ -146,7 +137,7 @@ class RunSnapshot:
         context = self._context
         changed = self._state.load(tree, context.strategy)
         saved_by, saved_state = tree.get("strategy", ("", {}))
-        load_strategy_state(context.strategy, in_memory(saved_state) if saved_by == self._strategy_name else {})
+        context.strategy.load_state_dict(in_memory(saved_state) if saved_by == self._strategy_name else {})
         tree = in_memory(
             {name: value for name, value in tree.items() if name not in ("models", "optimizers", "strategy")}
         )
@@ -196,7 +187,7 @@ class RunSnapshot:
     def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
         """What modules are set to, by name, where it is to be the same on all ranks."""
         strategy = self._context.strategy
-        if not self._context.share.in_step or isinstance(strategy, HasServerRanks | ComputesLoss):
+        if not self._context.share.in_step or isinstance(strategy, ServerStrategy | LossStrategy):
             return {}
         return self._state.settings_of_modules(attributes_of_all=attributes_of_all)
 
@@ -211,7 +202,7 @@ class RunSnapshot:
             self._state.attributes.require_storable(context.strategy)
         tree = self._state.tree(context.strategy.state_layout)
         of_leader = ["attributes", "unregistered_schedulers"]
-        if isinstance(context.strategy, HasServerRanks) or not context.share.in_step:
+        if isinstance(context.strategy, ServerStrategy) or not context.share.in_step:
             # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
             # moved otherwise. A checkpoint holds the leader's, not a mixture.
             of_leader += ["kept", "kept_values", "kept_transient", "transient"]
@@ -219,7 +210,7 @@ class RunSnapshot:
             kept = {name: tree[name] for name in of_leader}
             outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
             tree |= as_owned_shards(kept) if context.group.leads else outline
-        if isinstance(context.strategy, ComputesLoss):
+        if isinstance(context.strategy, LossStrategy):
             moved = context.group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
             for name in sorted({name for names in moved for name in names}):
                 raise UsageError(

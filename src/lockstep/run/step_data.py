@@ -14,7 +14,7 @@ from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.loaders import Loaders
 from lockstep.run.setup import RunContext
 from lockstep.run.to_device import on_device
-from lockstep.strategies import HasServerRanks
+from lockstep.strategies import ServerStrategy
 
 
 class StepData:
@@ -104,7 +104,7 @@ class StepData:
         """``loader`` came to its end: whether it starts over. The first one's passes are the run's epochs."""
         if self._passes.loop != "steps":
             return False
-        if isinstance(self._strategy, HasServerRanks) and not self._strategy.goes_on():
+        if isinstance(self._strategy, ServerStrategy) and not self._strategy.goes_on():
             return False
         self._passes.next_pass(self._loaders.name(loader))
         if is_first:

@@ -22,7 +22,7 @@ from lockstep.run.loop_checks import LoopChecks
 from lockstep.run.parameter_sets import ParameterSets
 from lockstep.run.pinned_copy import PinnedCopy
 from lockstep.run.state import State
-from lockstep.strategies import HasServerRanks, ParameterSet, Strategy, begin_count
+from lockstep.strategies import ParameterSet, ServerStrategy, Strategy
 
 _ALL_OR_NONE: Final = (
     "An optimizer has a loss in all micro-batches of a step, on all ranks, or in none, as ranks have different numbers "
@@ -148,11 +148,11 @@ class StepLosses:
             arriving = self._read_later(own.detach().view(1))
 
             def total() -> int:
-                return begin_count(self._strategy, _whole(float(arriving.read()[0])))()
+                return self._strategy.begin_count(_whole(float(arriving.read()[0])))()
 
             self._totals[target] = total
         else:
-            self._totals[target] = begin_count(self._strategy, _whole(float(own)))
+            self._totals[target] = self._strategy.begin_count(_whole(float(own)))
 
     def divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
         """From the sum over the items per sample to the mean over all items of the step, if they were counted.
@@ -188,7 +188,7 @@ class StepLosses:
         Raises:
             UsageError: on all ranks, if some are about to do another thing.
         """
-        if self._group.size == 1 or len(self._state.optimizers) == 1 or isinstance(self._strategy, HasServerRanks):
+        if self._group.size == 1 or len(self._state.optimizers) == 1 or isinstance(self._strategy, ServerStrategy):
             return
         own = "no further loss" if target is None else f"a loss for {self._sets.describe(target)}"
         by_rank = self._group.gather_objects(own, "for which optimizers there are losses")

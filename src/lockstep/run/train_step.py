@@ -40,17 +40,7 @@ from lockstep.run.setup import RunContext
 from lockstep.run.step_losses import StepLosses
 from lockstep.run.transcript_writer import TranscriptWriter
 from lockstep.run.update_checks import UpdateChecks
-from lockstep.strategies import (
-    ComputesLoss,
-    HasServerRanks,
-    LossCall,
-    ParameterSet,
-    before_optimizer_step,
-    before_update,
-    begin_micro_batch,
-    describe_loss,
-    is_loss,
-)
+from lockstep.strategies import LossCall, LossStrategy, ParameterSet, ServerStrategy, describe_loss, is_loss
 
 _AS_USUAL: Final = nullcontext()
 #: Shares that are kept as tensors: that of full micro-batches, and a few for the ends of epochs.
@@ -96,7 +86,7 @@ class TrainStep:
         group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
-        self._computes_loss: Final = strategy if isinstance(strategy, ComputesLoss) else None
+        self._computes_loss: Final = strategy if isinstance(strategy, LossStrategy) else None
         self._precision: Final = context.precision
         self._kernels: Final = context.kernels
         self._warnings: Final = context.warnings
@@ -133,7 +123,7 @@ class TrainStep:
         self._thread = threading.get_ident()
         self._step = step
         self.say_put_back(self._kernels.pin_threads())
-        begin_micro_batch(self._strategy, current.position)
+        self._strategy.begin_micro_batch(current.position)
         self.checks.begin_body(compare=position.is_checked)
         self.replays.begin(position)
         if self.transcript is not None and not position.is_replay:
@@ -250,11 +240,11 @@ class TrainStep:
         self._metrics.add_loss(self._sets.name_of_loss(target), index, self._position.loss, number)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
-        """The whole step of the ranks that this one serves; whether there was one, see `HasServerRanks.serve`."""
+        """The whole step of the ranks that this one serves; whether there was one, see `ServerStrategy.serve`."""
         optimizers = self._sets.named(tuple(self._state.optimizers) or None)
         target = self._sets.current(optimizers, self._losses.has_counts, self._step)
         self._marker.set_phase("reduction")
-        assert isinstance(self._strategy, HasServerRanks)
+        assert isinstance(self._strategy, ServerStrategy)
         served = self._strategy.serve(target, current.position)
         if served:
             current.reached.add(target)
@@ -262,8 +252,8 @@ class TrainStep:
         return served
 
     def end_loop(self, *, whole: bool) -> bool:
-        """The loop over micro-batches is over; serving ranks learn how, see `HasServerRanks.end_loop`."""
-        return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, HasServerRanks) else whole
+        """The loop over micro-batches is over; serving ranks learn how, see `ServerStrategy.end_loop`."""
+        return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, ServerStrategy) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
@@ -341,7 +331,7 @@ class TrainStep:
         for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
         if not self._state.with_closure:
-            before_update(self._strategy, current.position)
+            self._strategy.before_update(current.position)
         for target, optimizers in current.due.items():
             self._prepare_gradients(optimizers, target)
         if (changed := self.checks.changed_since_point()) is not None:
@@ -374,7 +364,7 @@ class TrainStep:
             self._metrics.add_norm(self._state.numbered("grad_norm", optimizers), norm)
             for parameters in target.alike:
                 nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)
-        before_optimizer_step(self._strategy, target)
+        self._strategy.before_optimizer_step(target)
 
     def _step_optimizers(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
         for optimizer in optimizers:

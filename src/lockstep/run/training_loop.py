@@ -27,7 +27,7 @@ from lockstep.run.start import TrainingStart
 from lockstep.run.step_data import StepData
 from lockstep.run.train_step import Count, CurrentMicroBatch, Loss, LossKind, TrainStep
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.strategies import HasServerRanks, finish_training, forward_is_collective
+from lockstep.strategies import ServerStrategy
 
 
 class TrainingLoop:
@@ -115,7 +115,7 @@ class TrainingLoop:
                 model, such as judge it, is not for one that was cut short.
         """
         self._loaders.begin_turn()
-        finish_training(self._context.strategy)
+        self._context.strategy.finish_training()
         if self._train_step.transcript is not None:
             raise SystemExit(EXIT_OK)
 
@@ -270,7 +270,7 @@ class TrainingLoop:
                 return False
             self._set_plan(loaders, names)
             return not self._start.finish_resume()
-        may_take_up = not isinstance(self._context.strategy, HasServerRanks)
+        may_take_up = not isinstance(self._context.strategy, ServerStrategy)
         self._passes.begin(names, site, may_take_up=may_take_up)
         self._set_plan(loaders, names)
         # A step whose loop was left by `break` ends here: a resume goes on in this pass.
@@ -313,7 +313,7 @@ class TrainingLoop:
         self._train_step.new_pass()
         self._state.look_for_schedulers(sys._getframe())  # that the script has made since
         self._state.require_kept(sys._getframe())
-        if self._context.directory or isinstance(self._context.strategy, HasServerRanks):
+        if self._context.directory or isinstance(self._context.strategy, ServerStrategy):
             self._state.require_same_names()
         for modes in () if goes_on else self._state.modes:  # which are as they were saved within the pass
             modes.begin_pass()
@@ -334,7 +334,7 @@ class TrainingLoop:
                 try:
                     step_is_done = train_step.end(current)
                 except ReplayError as error:
-                    if error.of_samples or forward_is_collective(context.strategy):
+                    if error.of_samples or context.strategy.forward_is_collective:
                         raise error.naming(()) from None
                     # Once more, only to see what the body changes: nothing is looked at in a body that is right.
                     before = look(script_roots(sys._getframe()))

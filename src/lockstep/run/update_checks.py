@@ -19,7 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.run.divergence import DivergenceCheck, checksums
 from lockstep.run.setup import RunContext
 from lockstep.seeding import seed_generators
-from lockstep.strategies import UpdateShare, has_gradient, parameters_of, update_share
+from lockstep.strategies import UpdateShare, has_gradient, parameters_of
 
 #: Elements of a parameter that is copied to be stepped, and groups of an optimizer that are looked at.
 _MOST_ELEMENTS: Final = 1 << 20
@@ -42,7 +42,7 @@ class UpdateChecks:
     @property
     def share(self) -> UpdateShare:
         """What this rank has of each update."""
-        return update_share(self._context.strategy)
+        return self._context.strategy.update_share
 
     def compare_ranks(self, step: int) -> None:
         """Compare ranks before the update after ``step`` steps, where it would hide that they differ. Collective.

@@ -27,7 +27,7 @@ from lockstep.collectives import TensorShard, gather_on_leader
 from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.run.setup import RunContext
 from lockstep.run.train_step import TrainStep
-from lockstep.strategies import HasServerRanks
+from lockstep.strategies import ServerStrategy
 
 
 class WholeModels:
@@ -116,7 +116,7 @@ class WholeModels:
         current = self._train_step.current
         if current is None:
             return
-        if isinstance(self._context.strategy, HasServerRanks):
+        if isinstance(self._context.strategy, ServerStrategy):
             raise UsageError(
                 f"run.{method}(...) in the loop of run.train(...): under this strategy some ranks serve and never run "
                 "its body; call it after the loop, where all ranks do"

@@ -20,6 +20,7 @@ from typing import TypeVar
 from lockstep.errors import DataError
 from lockstep.records import from_known, read_object
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
+from lockstep.small_files import replace_text
 
 SCHEMA, VERSION = "lockstep-profile", 1
 
@@ -34,9 +35,7 @@ def write_profile(path: Path, step: StepProfile, link: LinkProfile | None = None
         "step": asdict(step),
         "link": None if link is None else asdict(link),
     }
-    scratch = path.with_name(f".{path.name}")
-    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    replace_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_profile(path: Path) -> tuple[StepProfile, LinkProfile | None]:

@@ -13,34 +13,8 @@ import importlib
 from types import ModuleType
 
 from lockstep.settings import read_options
-from lockstep.strategies.abilities import (
-    ComputesLoss,
-    HasServerRanks,
-    StatePart,
-    TensorPlan,
-    before_optimizer_step,
-    before_update,
-    begin_count,
-    begin_micro_batch,
-    can_repeat_step,
-    can_update_trainable,
-    check_can_step,
-    construct,
-    divides_construction,
-    evaluating,
-    explain,
-    finish_training,
-    forward_is_collective,
-    load_strategy_state,
-    make_stages,
-    plan_layers,
-    state_part,
-    strategy_state,
-    update_trainable,
-)
 from lockstep.strategies.batchnorm import synchronize_batchnorm
 from lockstep.strategies.buffers import same
-from lockstep.strategies.divided_update import UpdateShare, update_share
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -52,20 +26,30 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.initial_values import give_values, is_on_meta, make_module
 from lockstep.strategies.multi_gpu import spans_gpus
-from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import sparse_parameters
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import (
+    LossStrategy,
+    ReplicaAssignment,
+    ServerStrategy,
+    StateLayout,
+    StatePart,
+    Strategy,
+    StrategyContext,
+    TensorPlan,
+    UpdateShare,
+)
 from lockstep.strategy_words import split
 
 __all__ = [
     "STRATEGIES",
-    "ComputesLoss",
-    "HasServerRanks",
     "LossCall",
+    "LossStrategy",
     "ParameterSet",
     "ReplicaAssignment",
     "ReplicatedLayout",
+    "ServerStrategy",
     "StageSequence",
     "StateLayout",
     "StatePart",
@@ -74,40 +58,20 @@ __all__ = [
     "TensorPlan",
     "UpdateShare",
     "as_real",
-    "before_optimizer_step",
-    "before_update",
-    "begin_count",
-    "begin_micro_batch",
-    "can_repeat_step",
-    "can_update_trainable",
-    "check_can_step",
-    "construct",
     "describe_loss",
-    "divides_construction",
-    "evaluating",
-    "explain",
-    "finish_training",
-    "forward_is_collective",
     "give_values",
     "has_gradient",
     "import_strategy",
     "is_loss",
     "is_on_meta",
-    "load_strategy_state",
     "make_module",
-    "make_stages",
     "open_strategy",
     "parameters_of",
-    "plan_layers",
     "same",
     "spans_gpus",
     "sparse_parameters",
     "split",
-    "state_part",
-    "strategy_state",
     "synchronize_batchnorm",
-    "update_share",
-    "update_trainable",
 ]
 
 #: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.

@@ -14,20 +14,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NoReturn
 
 import torch
 from torch import nn
 
-from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.formatting import size
 from lockstep.strategies import ddp, zero
-from lockstep.strategies.delegation import Delegates
-from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.protocol import ReplicaAssignment, StateLayout, Strategy, StrategyContext
+from lockstep.strategies.delegation import DelegatingStrategy
 from lockstep.strategies.sharded import fsdp_options, fully_sharded
+from lockstep.strategies.strategy import ReplicaAssignment, Strategy, StrategyContext
 
 _MIB = 1 << 20
 # Of the free memory, what may be planned with: activations and libraries want the rest.
@@ -124,24 +122,33 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
     return Link(latency, travels / max(whole - latency, 1e-6))
 
 
-class Auto(Strategy, Delegates):
+def _refuse(*_: object, **__: object) -> NoReturn:
+    raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
+
+
+class _Undecided(Strategy):
+    """What `Auto` is before it has seen a model."""
+
+    state_layout = property(_refuse)
+    setup_model = resync = backward = normalize_by_count = end_micro_batch = end_replay = discard_step = _refuse
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class Auto(DelegatingStrategy):
     """The strategy ``auto``: delegates to the one that it chooses when it sees the first model."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.assignment = ReplicaAssignment(context.group.rank, context.group.size)
         self._context: Final = context
-        self._chosen: Strategy | None = None
+        self._chosen: Strategy = _Undecided()
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """Choose a strategy for the first model, and let it set up each model. Collective."""
-        if self._chosen is None:
+        if isinstance(self._chosen, _Undecided):
             self._chosen = self._choose(model)
         return self._chosen.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
-
-    def _known(self) -> Strategy:
-        if self._chosen is None:
-            raise UsageError("strategy='auto' chooses when it sees the model: call `model = run.model(model)` first")
-        return self._chosen
 
     def _choose(self, model: nn.Module) -> Strategy:
         group = self._context.group
@@ -157,48 +164,6 @@ class Auto(Strategy, Delegates):
             return fully_sharded.open_strategy(context, fsdp_options.Options())
         return ddp.open_strategy(context, ddp.Options())
 
-    @property
-    def state_layout(self) -> StateLayout:  # type: ignore[override]  # it is known once a strategy has been chosen
-        """The layout of the chosen strategy."""
-        return self._known().state_layout
-
-    def delegate(self) -> Strategy | None:
-        """The chosen strategy; None before the first model was seen."""
+    def delegate(self) -> Strategy:
+        """The chosen strategy."""
         return self._chosen
-
-    def resync(self) -> None:
-        """Let the chosen strategy start from what models hold."""
-        self._known().resync()
-
-    def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Let the chosen strategy compute and sum gradients."""
-        self._known().backward(loss, weight, target, position)
-
-    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Let the chosen strategy divide by the number of items."""
-        self._known().normalize_by_count(target, samples, counted)
-
-    def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Let the chosen strategy end the micro-batch."""
-        self._known().end_micro_batch(position)
-
-    def replay(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Let the chosen strategy compute and drop gradients."""
-        self._known().replay(loss, weight, target, position)
-
-    def end_replay(self) -> None:
-        """Let the chosen strategy restore buffers."""
-        self._known().end_replay()
-
-    def discard_step(self) -> None:
-        """Let the chosen strategy drop the step."""
-        self._known().discard_step()
-
-    def close(self) -> None:
-        """Close the chosen strategy, if one was chosen."""
-        if self._chosen is not None:
-            self._chosen.close()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lockstep.collectives import Group, NativeAllReduce, RankOrderAllReduce
-from lockstep.strategies.protocol import StateDict
+from lockstep.strategies.strategy import StateDict
 
 
 class Compression(Protocol):

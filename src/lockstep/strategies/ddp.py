@@ -27,16 +27,6 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce, Runs, open_all_reduce, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.abilities import (
-    HasState,
-    KnowsStatePart,
-    PreparesForward,
-    PreparesUpdate,
-    RepeatsStep,
-    StatePart,
-    SumsCounts,
-    UpdatesTrainable,
-)
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.compression import Cast, Compression, Uncompressed
 from lockstep.strategies.ddp_buckets import BucketReduction, align_gradients, finished
@@ -52,10 +42,10 @@ from lockstep.strategies.gradient_accumulation import (
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.powersgd import PowerSGD
-from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import no_rows, sparse_again
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import ReplicaAssignment, StateDict, StatePart, Strategy, StrategyContext
 
 #: MiB of gradients exchanged at once. Between processes of one machine gloo is fastest near 1 MiB and its link is slow,
 #: so small buckets overlap best; between GPUs a bucket of torch's default size uses the link well.
@@ -109,9 +99,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     )
 
 
-class Ddp(
-    Strategy, PreparesForward, SumsCounts, PreparesUpdate, UpdatesTrainable, RepeatsStep, HasState, KnowsStatePart
-):
+class Ddp(Strategy):
     """The strategy ``ddp``.
 
     Args:
@@ -122,6 +110,7 @@ class Ddp(
         compression: how the ranks' gradients are summed where that is not exact; None: as they are.
     """
 
+    can_update_trainable = True
     repeats_other_ranks = True
 
     def __init__(

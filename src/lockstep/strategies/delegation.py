@@ -1,48 +1,71 @@
-"""Strategies around another one: which of them is asked for an ability.
+"""A strategy around another one, to which it leaves everything that it does not do itself.
 
-Zero ──► Ddp                       the first of the two that has an ability is asked
+Zero ──► Ddp
 TensorParallel ──► FullySharded
+Auto ──► the strategy that it chooses
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from abc import abstractmethod
+from typing import Any
 
-from lockstep.strategies.protocol import Strategy
-
-
-@runtime_checkable
-class Delegates(Protocol):
-    """A strategy that leaves the abilities which it does not have itself to another strategy."""
-
-    def delegate(self) -> Strategy | None:
-        """The other strategy; None while there is none yet: then it has its own abilities alone."""
-        ...
+from lockstep.strategies.strategy import Strategy
 
 
-def delegation_chain(strategy: Strategy) -> Iterator[Strategy]:
-    """``strategy``, the one that it delegates to, and so on: the first with an ability is the one that is asked."""
-    each: Strategy | None = strategy
-    while each is not None:
-        yield each
-        each = each.delegate() if has_ability(type(each), Delegates) else None  # type: ignore[attr-defined]
+class _Delegated:
+    """An attribute or a method that is the other strategy's, unless an instance sets it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: DelegatingStrategy | None, owner: type) -> Any:
+        return self if instance is None else getattr(instance.delegate(), self._name)
 
 
-def first_with(ability: type, strategy: Strategy) -> Any:
-    """The first of ``strategy`` and those that it delegates to that has ``ability``; None: none of them has."""
-    # As through `delegation_chain`, without a generator: it is asked several times in a step.
-    each: Strategy | None = strategy
-    while each is not None and not has_ability(type(each), ability):
-        each = each.delegate() if has_ability(type(each), Delegates) else None  # type: ignore[attr-defined]
-    return each
+def _delegated() -> Any:
+    """A `_Delegated`, of whatever type it stands for."""
+    return _Delegated()
 
 
-@functools.cache
-def has_ability(kind: type, ability: type) -> bool:
-    """Whether strategies of a class have ``ability``, which consists of methods.
+class DelegatingStrategy(Strategy):
+    """A strategy that does, and is, what another one does and is, but for what its class overrides."""
 
-    The same as by ``isinstance``, in a tenth of its time, for what is asked several times in a step.
-    """
-    return issubclass(kind, ability)
+    @abstractmethod
+    def delegate(self) -> Strategy:
+        """The other strategy."""
+
+    assignment = _delegated()
+    state_layout = _delegated()
+    state_part = _delegated()
+    update_share = _delegated()
+    divides_construction = _delegated()
+    can_update_trainable = _delegated()
+    forward_is_collective = _delegated()
+    repeats_step = _delegated()
+    repeats_bits = _delegated()
+    repeats_other_ranks = _delegated()
+
+    construct = _delegated()
+    make_stages = _delegated()
+    plan_layers = _delegated()
+    setup_model = _delegated()
+    check_optimizer = _delegated()
+    update_trainable = _delegated()
+    resync = _delegated()
+    begin_micro_batch = _delegated()
+    begin_count = _delegated()
+    backward = _delegated()
+    normalize_by_count = _delegated()
+    before_update = _delegated()
+    before_optimizer_step = _delegated()
+    end_micro_batch = _delegated()
+    replay = _delegated()
+    end_replay = _delegated()
+    discard_step = _delegated()
+    evaluating = _delegated()
+    finish_training = _delegated()
+    state_dict = _delegated()
+    load_state_dict = _delegated()
+    explain = _delegated()
+    close = _delegated()

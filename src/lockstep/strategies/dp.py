@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.parallel import data_parallel
 
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.strategy import Strategy, StrategyContext
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from torch import nn
 from lockstep.collectives import Group, RankOrderAllReduce, TensorShard
 from lockstep.seeding import seed_of
 from lockstep.strategies.compression import Compression
-from lockstep.strategies.protocol import StateDict
+from lockstep.strategies.strategy import StateDict
 
 
 class PowerSGD(Compression):

@@ -12,15 +12,14 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, open_all_reduce
 from lockstep.errors import SettingError
-from lockstep.strategies.abilities import KnowsStatePart, RepeatsStep, StatePart, UpdatesTrainable
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
     divide_by_counts,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,7 @@ def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
     return SingleProcess(context.group, context.runs, exact=context.exact)
 
 
-class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
+class SingleProcess(Strategy):
     """The strategy ``none``.
 
     Args:
@@ -52,6 +51,7 @@ class SingleProcess(Strategy, UpdatesTrainable, RepeatsStep, KnowsStatePart):
     """
 
     assignment = ReplicaAssignment(0, 1)
+    can_update_trainable = True
     repeats_step = True
 
     def __init__(

@@ -20,8 +20,8 @@ from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_sha
 from lockstep.errors import UsageError
 from lockstep.strategies.grad_norm import norm_of_rows, squared_norms, squared_row_norms
 from lockstep.strategies.gradient_accumulation import parameters_of
-from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.row_shard import RowShard
+from lockstep.strategies.strategy import StateDict, StateLayout
 
 
 class ReplicatedLayout(StateLayout):

@@ -16,27 +16,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
 from lockstep.errors import SettingError
 from lockstep.size_balancing import owners_of
-from lockstep.strategies.abilities import (
-    KnowsStatePart,
-    PreparesOptimizerStep,
-    StatePart,
-    UpdatesTrainable,
-)
 from lockstep.strategies.ddp import Ddp
-from lockstep.strategies.delegation import Delegates
-from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
+from lockstep.strategies.delegation import DelegatingStrategy
 from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
+from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext, UpdateShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Zero(context.group, replicas, open_owner_broadcast(context.group))
 
 
-class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTrainable, KnowsStatePart):
+class Zero(DelegatingStrategy):
     """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
 
     The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
@@ -69,7 +61,9 @@ class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTra
     optimizer that makes its states when it is made, such as Adagrad, keeps those of other ranks' parameters, too.
     """
 
-    repeats_other_ranks = True
+    can_update_trainable = True
+    repeats_step = False  # an optimizer's closure would see the parameters that this rank steps, and no others
+    update_share = UpdateShare(has_gradients=True)
 
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
         self.assignment = ReplicaAssignment(group.rank, group.size)
@@ -109,24 +103,6 @@ class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTra
         """The strategy that keeps the replicas in step."""
         return self._replicas
 
-    def resync(self) -> None:
-        """Start from the buffers that models hold."""
-        self._replicas.resync()
-
-    def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Sum gradients over all ranks, as ``ddp`` does."""
-        self._replicas.backward(loss, weight, target, position)
-
-    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Divide by the number of items of the step."""
-        self._replicas.normalize_by_count(target, samples, counted)
-
-    def update_share(self) -> UpdateShare:
-        """Some of the parameters; gradients are whole until optimizers step."""
-        return UpdateShare(has_gradients=True)
-
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
         for parameter in target.parameters:
@@ -141,16 +117,6 @@ class Zero(Strategy, Delegates, DividesUpdate, PreparesOptimizerStep, UpdatesTra
             self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
             self._stepped.clear()
         self._replicas.end_micro_batch(position)
-
-    def replay(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Drop the gradients, as ``ddp`` does."""
-        self._replicas.replay(loss, weight, target, position)
-
-    def end_replay(self) -> None:
-        """Restore buffers."""
-        self._replicas.end_replay()
 
     def discard_step(self) -> None:
         """Drop gradients, and restore buffers."""

@@ -10,6 +10,7 @@ from typing import Self
 
 from lockstep.launch import RankExit, failure_line, how_it_ended, next_generation
 from lockstep.records import from_known, read_object
+from lockstep.small_files import replace_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,7 @@ class Death:
 
     def write(self, worker_dir: Path) -> None:
         """Write it into the run directory of the worker."""
-        scratch = worker_dir / ".death.json"
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(worker_dir / "death.json")
+        replace_text(worker_dir / "death.json", json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, worker_dir: Path, generation: int) -> Self | None:

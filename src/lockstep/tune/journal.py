@@ -27,6 +27,7 @@ from typing import Any, Final, Self, TypeVar
 
 from lockstep.errors import SettingError
 from lockstep.records import MOST_GROWN, of_kind, read_bytes, read_object
+from lockstep.small_files import create_text, flush, replace_text
 from lockstep.tune.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.search.space import Space
 from lockstep.tune.trial import Move, Trial
@@ -84,7 +85,7 @@ class JournalWriter:
         self._serial = 0 if last is None else last.serial + 1
         self._unflushed, self._flushed_s = False, float("-inf")
         if is_new:
-            _flush_directory(path.parent)
+            flush(path.parent)
 
     def append(self, record: Record) -> Entry:
         """Append ``record``, which no kill can lose from now on, and return it with its number.
@@ -265,14 +266,6 @@ def lock_error(error: OSError) -> SettingError:
     )
 
 
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 # ---- the whole search --------------------------------------------------------------------------------------------
 
 
@@ -303,31 +296,15 @@ class SearchPlan:
 
     def write(self, directory: Path) -> bool:
         """Write it to ``directory``; returns False, and writes nothing, if there is a plan already."""
-        scratch = self._written(directory)
-        try:
-            os.link(scratch, directory / SEARCH_FILE)
-        except FileExistsError:
-            return False
-        finally:
-            scratch.unlink()
-        _flush_directory(directory)
-        return True
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return create_text(directory / SEARCH_FILE, self._text(), durable=True)
 
     def replace(self, directory: Path) -> None:
         """Write it to ``directory`` in place of the one that is there."""
-        self._written(directory).replace(directory / SEARCH_FILE)
-        _flush_directory(directory)
+        replace_text(directory / SEARCH_FILE, self._text(), durable=True)
 
-    def _written(self, directory: Path) -> Path:
-        """A file in ``directory`` that holds it."""
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch = directory / f".{SEARCH_FILE}.{os.getpid()}"
-        content = {"format": _FORMAT, "space": self.space, "settings": self.settings}
-        with scratch.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return scratch
+    def _text(self) -> str:
+        return json.dumps({"format": _FORMAT, "space": self.space, "settings": self.settings}, indent=2) + "\n"
 
     @classmethod
     def read(cls, directory: Path) -> Self | None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from lockstep.errors import SettingError
 from lockstep.records import of_kind, read_object
+from lockstep.small_files import create_text, replace_text
 from lockstep.tune.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
@@ -130,16 +131,12 @@ class SearchDirectory:
             worker: the number of this worker.
             log_bytes: length of its leader's log; what the script prints after the search begins there.
         """
-        scratch = self.path / f".{_FINISHED}.{worker}"
-        scratch.write_text(json.dumps({"worker": worker, "log_bytes": log_bytes}), encoding="ascii")
-        try:
-            os.link(scratch, self.path / _FINISHED)
-        except FileExistsError:
-            if (self.finished() or {}).get("worker") != worker:
-                return False
-            scratch.replace(self.path / _FINISHED)
-        finally:
-            scratch.unlink(missing_ok=True)
+        text = json.dumps({"worker": worker, "log_bytes": log_bytes})
+        if create_text(self.path / _FINISHED, text):
+            return True
+        if (self.finished() or {}).get("worker") != worker:
+            return False
+        replace_text(self.path / _FINISHED, text)
         return True
 
     def finished(self) -> dict[str, int] | None:

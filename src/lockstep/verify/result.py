@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from lockstep.formatting import duration, plural
+from lockstep.small_files import replace_text
 
 Status = Literal["equal", "differs", "note", "left out"]
 _MARKS: Final[dict[Status, str]] = {"equal": "equal", "differs": "DIFFERS", "note": "note", "left out": "left out"}
@@ -69,9 +70,7 @@ class VerifyResult:
 
     def write(self, path: Path) -> None:
         """Write `to_json` to ``path``, completely or not at all."""
-        scratch = path.with_name(f".{path.name}")
-        scratch.write_text(f"{self.to_json()}\n", encoding="utf-8")
-        scratch.replace(path)
+        replace_text(path, f"{self.to_json()}\n")
 
 
 def report(result: VerifyResult) -> list[str]:

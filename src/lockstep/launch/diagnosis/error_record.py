@@ -17,6 +17,7 @@ from lockstep.heartbeat import own_lines
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 from lockstep.records import from_known, object_from, read_object
+from lockstep.small_files import replace_text
 
 #: The kind of a failure that the launcher found and not the rank itself: it makes no progress.
 HANG = "hang"
@@ -122,9 +123,7 @@ class Failure:
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_name(f".{path.name}")
-        scratch.write_text(json.dumps(asdict(self)), encoding="ascii")
-        scratch.replace(path)
+        replace_text(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

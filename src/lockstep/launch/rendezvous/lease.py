@@ -17,17 +17,15 @@ Clocks of different nodes are never compared. All of it but `LeaseFiles` are fun
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import uuid
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
 from lockstep.records import from_known, read_object
+from lockstep.small_files import create_text, replace_text
 
 _DIRECTORY = "leases"
 _NAME = re.compile(r"term-(\d{6,})")
@@ -151,26 +149,12 @@ class LeaseFiles:
         if after is not None and before != after:
             return None
         lease = Lease(before + 1, node_id, host, endpoint)
-        # A link is made by one node only, also on NFS, and shows the whole content at once.
-        with contextlib.suppress(FileExistsError), self._written(lease) as scratch:
-            os.link(scratch, self._file(lease.term))
-            return lease
-        return None
+        return lease if create_text(self._file(lease.term), json.dumps(asdict(lease))) else None
 
     def renew(self, lease: Lease) -> Lease | None:
         """Write the beat of ``lease``; returns the lease of the highest term afterwards."""
-        with self._written(lease) as scratch:
-            os.replace(scratch, self._file(lease.term))
+        replace_text(self._file(lease.term), json.dumps(asdict(lease)))
         return self.newest()
-
-    @contextlib.contextmanager
-    def _written(self, lease: Lease) -> Iterator[Path]:
-        scratch = self.path / f".{uuid.uuid4().hex}"
-        scratch.write_text(json.dumps(asdict(lease)), encoding="utf-8")
-        try:
-            yield scratch
-        finally:
-            scratch.unlink(missing_ok=True)
 
     def _terms(self) -> list[int]:
         names = os.listdir(self.path) if self.path.is_dir() else []

@@ -14,6 +14,7 @@ from typing import Any, Final
 from lockstep.records import read_object
 from lockstep.report.trackers.names import opener, refuse_unknown
 from lockstep.report.trackers.tracker import LogsValues, OwnTracker, Row, Tracker, TrackerContext
+from lockstep.small_files import replace_text
 
 _MOST_WAITING = 10_000  # rows
 #: Pauses after a write that the disk or the network did not take: the first, doubled each time up to the second.
@@ -190,12 +191,10 @@ class TrackerThread:
             return nothing
 
     def _remember(self, rows: int) -> None:
-        scratch = self._note.with_suffix(".new")
         # It counts again with the next row.
         with contextlib.suppress(OSError):
             self._note.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(json.dumps({"run_id": self._tracker_id or "", "rows": max(rows, self._had)}))
-            scratch.replace(self._note)
+            replace_text(self._note, json.dumps({"run_id": self._tracker_id or "", "rows": max(rows, self._had)}))
 
 
 def _may_pass(error: BaseException) -> bool:

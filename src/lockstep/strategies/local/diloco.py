@@ -41,13 +41,12 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
-from lockstep.strategies.abilities import FinishesTraining, HasState, PreparesEvaluation, PreparesForward
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -178,7 +177,7 @@ class OuterOptimizer:
                 tensor.copy_(value)
 
 
-class DiLoCo(Strategy, PreparesForward, PreparesEvaluation, FinishesTraining, HasState):
+class DiLoCo(Strategy):
     """The strategy ``diloco``."""
 
     def __init__(self, context: StrategyContext, options: Options) -> None:

@@ -36,19 +36,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import SettingError
-from lockstep.strategies.abilities import (
-    FinishesTraining,
-    HasState,
-    PreparesEvaluation,
-    PreparesForward,
-    SumsCounts,
-)
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.protocol import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +78,7 @@ def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
     return LocalSgd(context, options)
 
 
-class LocalSgd(Strategy, PreparesForward, SumsCounts, PreparesEvaluation, FinishesTraining, HasState):
+class LocalSgd(Strategy):
     """The strategy ``local-sgd``."""
 
     def __init__(self, context: StrategyContext, options: Options) -> None:

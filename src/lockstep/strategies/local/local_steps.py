@@ -17,8 +17,8 @@ from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
-from lockstep.strategies.protocol import StrategyContext
 from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.strategy import StrategyContext
 
 NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"
 

@@ -26,8 +26,8 @@ from lockstep.formatting import plural
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, elementwise_max, load_own_state, row_of
 from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import StateDict, StateLayout
 
 
 class DivergedReplicas:

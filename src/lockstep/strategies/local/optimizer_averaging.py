@@ -16,7 +16,7 @@ import torch
 
 from lockstep.collectives import Group, TensorShard
 from lockstep.strategies.local.averaging import RankAverager
-from lockstep.strategies.protocol import StateDict
+from lockstep.strategies.strategy import StateDict
 
 Key = tuple[int | str, str]
 """One entry of an optimizer's state: the number of its parameter, and its name."""

@@ -14,14 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks, plural
-from lockstep.strategies.abilities import (
-    FinishesTraining,
-    HasServerRanks,
-    PreparesEvaluation,
-    PreparesForward,
-    PreparesOptimizerStep,
-)
-from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
 from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -38,19 +30,11 @@ from lockstep.strategies.parameter_server.rpc import (
     unexpected_end_of_loop,
 )
 from lockstep.strategies.parameter_server.server_context import Push, ServerContext, make_push
-from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import ServerStrategy, StrategyContext, UpdateShare
 
 
-class AsyncParameterServer(
-    Strategy,
-    HasServerRanks,
-    DividesUpdate,
-    PreparesForward,
-    PreparesOptimizerStep,
-    PreparesEvaluation,
-    FinishesTraining,
-):
+class AsyncParameterServer(ServerStrategy):
     """The strategy ``parameter-server`` in its asynchronous mode."""
 
     repeats_bits = False  # buffers go on from one micro-batch of a worker to its next one
@@ -60,6 +44,10 @@ class AsyncParameterServer(
         self._group: Final = context.group
         self._staleness: Final = staleness
         self.assignment = replace(self._context.assignment, in_step=False)
+        # All, on a server; of several, each has some of the parameters. A worker has its own gradient until then.
+        self.update_share = UpdateShare(
+            steps=self._context.serves, has_gradients=True, is_whole=len(roles.servers) == 1
+        )
         # Copies are loaded, too, not only what the owners hold.
         self.state_layout = LayoutWithHooks(
             self._context.owner_layout, self._norm, ReplicatedLayout().load_model, self._average_buffers
@@ -130,11 +118,6 @@ class AsyncParameterServer(
         """Turn ``.grad`` into the mean over the worker's own items; not collective."""
         if self._sums is not None and counted:
             divide_by_counts(target, self._sums.samples, counted)
-
-    def update_share(self) -> UpdateShare:
-        """All, on a server; of several, each has some of the parameters. A worker has its own gradient until then."""
-        is_whole = len(self._context.roles.servers) == 1
-        return UpdateShare(steps=self._context.serves, has_gradients=True, is_whole=is_whole)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Push a worker's gradients; a server makes the step."""

@@ -43,19 +43,8 @@ from torch.distributed import autograd as dist_autograd
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
-from lockstep.strategies.abilities import (
-    ChecksOptimizers,
-    DividesConstruction,
-    ExplainsErrors,
-    HasServerRanks,
-    PreparesEvaluation,
-    PreparesForward,
-    PreparesOptimizerStep,
-    SumsCounts,
-)
 from lockstep.strategies.absent_parameters import refuse_changes
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     ParameterSet,
     begin_total,
@@ -83,9 +72,9 @@ from lockstep.strategies.parameter_server.served_tables import find_tables, own_
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
 from lockstep.strategies.partial_models import mark_absent, of_absent_parameters, refuse_copies
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.strategy import ReplicaAssignment, ServerStrategy, Strategy, StrategyContext, UpdateShare
 
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
 
@@ -121,19 +110,11 @@ class StepDone:
     counted: int | None = None  #: items of the step over all workers, where they are counted
 
 
-class Hybrid(
-    Strategy,
-    HasServerRanks,
-    PreparesForward,
-    SumsCounts,
-    PreparesOptimizerStep,
-    PreparesEvaluation,
-    DividesConstruction,
-    StepsSome,
-    ChecksOptimizers,
-    ExplainsErrors,
-):
+class Hybrid(ServerStrategy):
     """The strategy ``hybrid``."""
+
+    divides_construction = True
+    update_share = UpdateShare()
 
     def __init__(self, context: StrategyContext, roles: ServerRoles, served: Sequence[str]) -> None:
         group = context.group
@@ -220,7 +201,7 @@ class Hybrid(
         """Check that ``optimizer`` steps each row of a divided table by itself.
 
         Raises:
-            UsageError: if it is one of torch's that do not.
+            UsageError: if it is one of torch's that do not, or if the weights to be evaluated depend on its state.
         """
         known = steps_across_elements(optimizer)
         if known and any(p in self._table_of and self._table_of[p].is_divided for p in parameters_of(optimizer)):
@@ -228,6 +209,7 @@ class Hybrid(
                 f"{known} updates a row by the values of other rows, and the rows of an embedding are divided between "
                 "servers; use another optimizer for it, servers=1, or ddp"
             )
+        super().check_optimizer(optimizer)
 
     def explain(self, error: Exception, method: str) -> str:
         """Where torch speaks of a table whose rows are on servers."""

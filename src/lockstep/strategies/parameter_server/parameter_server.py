@@ -37,9 +37,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError
-from lockstep.strategies.abilities import FinishesTraining, HasServerRanks, PreparesOptimizerStep, SumsCounts
 from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.divided_update import DividesUpdate, UpdateShare
 from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
 from lockstep.strategies.parameter_server.flat_buckets import (
@@ -52,9 +50,9 @@ from lockstep.strategies.parameter_server.rpc import (
     SyncRound,
 )
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS, Push, ServerContext, make_push
-from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.strategy import ServerStrategy, Strategy, StrategyContext, UpdateShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return AsyncParameterServer(context, roles, options.staleness)
 
 
-class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, SumsCounts, PreparesOptimizerStep, FinishesTraining):
+class SyncParameterServer(ServerStrategy):
     """The strategy ``parameter-server`` in its synchronous mode."""
 
     def __init__(self, context: StrategyContext, roles: ServerRoles) -> None:
@@ -103,6 +101,8 @@ class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, SumsCounts, P
         self._group: Final = context.group
         self._exact: Final = context.exact
         self.assignment = self._context.assignment
+        # All, on a server; of several, each has some of the parameters.
+        self.update_share = UpdateShare(steps=self._context.serves, is_whole=len(roles.servers) == 1)
         # Copies are loaded, too, not only what the owners hold.
         self.state_layout = LayoutWithHooks(self._context.owner_layout, self._norm, ReplicatedLayout().load_model)
         self._role_group: Final = self._context.role_group
@@ -172,10 +172,6 @@ class SyncParameterServer(Strategy, HasServerRanks, DividesUpdate, SumsCounts, P
         require_items(counted)
         for server, push in self._round.unsent.items():
             self._round.unsent[server] = replace(push, counted=counted)
-
-    def update_share(self) -> UpdateShare:
-        """All, on a server; of several, each has some of the parameters."""
-        return UpdateShare(steps=self._context.serves, is_whole=len(self._context.roles.servers) == 1)
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
         """Send the servers, which make the step, what was not sent yet."""

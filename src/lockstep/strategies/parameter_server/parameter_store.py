@@ -20,8 +20,8 @@ from lockstep.collectives import Group
 from lockstep.strategies.module_states import verify_module_states
 from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
-from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.strategy import StateDict, StateLayout
 
 #: The operation during which parameters are received, as errors name it.
 PULL = "the pull of parameters"

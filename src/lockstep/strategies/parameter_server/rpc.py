@@ -280,7 +280,7 @@ class SyncRound:
         return ends[0] is not None
 
     def end_loop(self, *, complete: bool) -> bool:
-        """End the loop, see `HasServerRanks.end_loop`; before a worker sends anything else it must call `rejoin`."""
+        """End the loop, see `ServerStrategy.end_loop`; before a worker sends anything else it must call `rejoin`."""
         if self._endpoint.rank in self._roles.workers:
             for server in self._roles.servers:
                 self._unanswered[server] = self._endpoint.send(server, EndOfLoop(complete))
@@ -292,7 +292,7 @@ class SyncRound:
         return end_of_loop.complete
 
     def goes_on(self) -> bool:
-        """Whether the loop goes on, see `HasServerRanks.goes_on`."""
+        """Whether the loop goes on, see `ServerStrategy.goes_on`."""
         if self._endpoint.rank in self._roles.workers:
             self.unsent = dict.fromkeys(self._roles.servers, LoopGoesOn())
             self.send()

@@ -26,9 +26,9 @@ from lockstep.strategies.parameter_server.rpc import (
     RpcEndpoint,
     ServerRoles,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.strategy import ReplicaAssignment, StrategyContext
 
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 

@@ -39,18 +39,9 @@ from lockstep.collectives import (
 )
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.abilities import (
-    CommunicatesInForward,
-    ComputesLoss,
-    DividesConstruction,
-    ExplainsErrors,
-    MakesStages,
-    SumsCounts,
-)
 from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
@@ -74,12 +65,12 @@ from lockstep.strategies.pipelined.stage import (
     shapes_in,
 )
 from lockstep.strategies.pipelined.stage_reduction import StageReduction
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.random_state import random_state, set_random_state
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.strategy import LossStrategy, ReplicaAssignment, Strategy, StrategyContext, UpdateShare
 
 _KEPT = 8  #: schedules; each has memory for what its micro-batches receive
 
@@ -105,19 +96,12 @@ def open_strategy(context: StrategyContext, options: Options) -> Strategy:
     return Pipeline(context, options, stages)
 
 
-class Pipeline(
-    Strategy,
-    ComputesLoss,
-    SumsCounts,
-    CommunicatesInForward,
-    DividesConstruction,
-    StepsSome,
-    ExplainsErrors,
-    MakesStages,
-):
+class Pipeline(LossStrategy):
     """The strategy ``pipeline``."""
 
+    divides_construction = True
     forward_is_collective = True
+    update_share = UpdateShare()
 
     def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
         group = context.group

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard, local_part
 from lockstep.strategies.grad_norm import norm_of_rows, squared_norms
-from lockstep.strategies.protocol import StateDict, StateLayout
 from lockstep.strategies.state_layout import load_states
+from lockstep.strategies.strategy import StateDict, StateLayout
 
 _WHOLE: Final = (Replicate(),)
 

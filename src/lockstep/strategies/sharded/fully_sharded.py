@@ -46,19 +46,6 @@ from lockstep.collectives import (
     translating_peer_errors,
 )
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.abilities import (
-    ChecksOptimizers,
-    CommunicatesInForward,
-    DividesConstruction,
-    ExplainsErrors,
-    FinishesTraining,
-    KnowsStatePart,
-    PreparesEvaluation,
-    PreparesForward,
-    PreparesUpdate,
-    StatePart,
-    SumsCounts,
-)
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.divided_construction import DividedConstruction
 from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, parameters_of
@@ -71,7 +58,6 @@ from lockstep.strategies.partial_models import (
     refuse_copies,
     replaced_parameters,
 )
-from lockstep.strategies.protocol import ReplicaAssignment, Strategy, StrategyContext
 from lockstep.strategies.sharded import division_checks as checks
 from lockstep.strategies.sharded.divided_operations import DividedOperations
 from lockstep.strategies.sharded.divided_parameters import DividedParameter, refuse_gradient
@@ -91,6 +77,7 @@ from lockstep.strategies.sharded.whole_gradients import by_type
 from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
 #: What torch says of operations that it does not compute with `DTensor`s.
@@ -116,19 +103,7 @@ def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp"
     return FullySharded(context, options, context.group.size, name)
 
 
-class FullySharded(
-    Strategy,
-    ChecksOptimizers,
-    CommunicatesInForward,
-    DividesConstruction,
-    PreparesForward,
-    PreparesUpdate,
-    PreparesEvaluation,
-    FinishesTraining,
-    ExplainsErrors,
-    KnowsStatePart,
-    SumsCounts,
-):
+class FullySharded(Strategy):
     """The strategies ``fsdp`` and ``hsdp``.
 
     Args:
@@ -138,6 +113,7 @@ class FullySharded(
         name: of the two, as the user said it.
     """
 
+    divides_construction = True
     repeats_other_ranks = True
 
     def __init__(self, context: StrategyContext, options: Options, ranks: int, name: str) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
-from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.sharded import fsdp_options, fully_sharded
 from lockstep.strategies.sharded.fully_sharded import FullySharded
+from lockstep.strategies.strategy import Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 
 

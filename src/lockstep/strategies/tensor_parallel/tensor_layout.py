@@ -20,7 +20,7 @@ from lockstep.errors import MismatchError, UsageError
 from lockstep.strategies.gradient_accumulation import parameters_of
 from lockstep.strategies.module_states import checksum
 from lockstep.strategies.partial_models import PartialTensor
-from lockstep.strategies.protocol import StateDict, StateLayout
+from lockstep.strategies.strategy import StateDict, StateLayout
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
 
 

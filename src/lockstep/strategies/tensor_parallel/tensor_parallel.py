@@ -31,28 +31,14 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ShardGroups, broadcast_from_rank0
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies import abilities
-from lockstep.strategies.abilities import (
-    ChecksOptimizers,
-    CommunicatesInForward,
-    DividesConstruction,
-    DividesLayers,
-    ExplainsErrors,
-    KnowsStatePart,
-    PreparesForward,
-    PreparesUpdate,
-    StatePart,
-    TensorPlan,
-)
 from lockstep.strategies.batchnorm import normalises_over_ranks
-from lockstep.strategies.delegation import Delegates
+from lockstep.strategies.delegation import DelegatingStrategy
 from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.divided_update import StepsSome
 from lockstep.strategies.gradient_accumulation import ParameterSet, steps_across_elements
 from lockstep.strategies.module_states import sync_module_states, verify_module_states
 from lockstep.strategies.partial_models import mark_partial, refuse_copies
-from lockstep.strategies.protocol import Strategy, StrategyContext
 from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.strategy import StatePart, Strategy, StrategyContext, TensorPlan, UpdateShare
 from lockstep.strategies.tensor_parallel.parallel_layers import DividedRegion, compute_in_parallel
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
 from lockstep.strategies.tensor_parallel.tensor_layout import TensorDivisions, TensorLayout, take_own_part
@@ -67,19 +53,7 @@ _SHAPE_ERRORS: Final = (
 )
 
 
-class TensorParallel(
-    Strategy,
-    Delegates,
-    DividesConstruction,
-    DividesLayers,
-    StepsSome,
-    PreparesForward,
-    PreparesUpdate,
-    ChecksOptimizers,
-    CommunicatesInForward,
-    ExplainsErrors,
-    KnowsStatePart,
-):
+class TensorParallel(DelegatingStrategy):
     """A strategy whose layers tensor groups compute together. Collective to make.
 
     Args:
@@ -92,7 +66,10 @@ class TensorParallel(
         SettingError: if the ranks cannot be divided into tensor groups, each on one machine.
     """
 
+    divides_construction = True
     forward_is_collective = True
+    repeats_other_ranks = False  # a rank has the gradients of its part
+    update_share = UpdateShare()
 
     def __init__(
         self, context: StrategyContext, ranks: int, name: str, open_inner: Callable[[StrategyContext], Strategy]
@@ -117,7 +94,7 @@ class TensorParallel(
         alike = {"the sum of the losses": self._losses}
         self._layout: Final = TensorLayout(self._inner.state_layout, self._shard_groups, self._divisions, alike)
         self.state_layout = self._layout
-        part = abilities.state_part(self._inner)
+        part = self._inner.state_part
         self.state_part = part and StatePart(
             self._tensor_group.rank * part.of + part.number,
             ranks * part.of,
@@ -201,7 +178,7 @@ class TensorParallel(
                 f"tensor={self._ranks} a rank steps a part of each; use an optimizer that treats each element alike, "
                 "such as AdamW, or leave tensor= out"
             )
-        abilities.check_can_step(self._inner, optimizer)
+        self._inner.check_optimizer(optimizer)
 
     def resync(self) -> None:
         """Let the other strategy start from what models hold. Collective.
@@ -217,7 +194,7 @@ class TensorParallel(
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """Forget what random numbers the micro-batch before has drawn."""
         self._forget_regions()
-        abilities.begin_micro_batch(self._inner, position)
+        self._inner.begin_micro_batch(position)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
@@ -225,14 +202,6 @@ class TensorParallel(
         """Let the other strategy compute and sum gradients, each rank those of its part. Collective."""
         self._losses.add_(loss.detach().to(self._losses))
         self._inner.backward(loss, weight, target, position)
-
-    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Let the other strategy divide by the number of items: each tensor group has counted all."""
-        self._inner.normalize_by_count(target, samples, counted)
-
-    def before_update(self, position: MicroBatchPosition) -> None:
-        """Let the other strategy make its last collective calls. Collective."""
-        abilities.before_update(self._inner, position)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Let the other strategy end the micro-batch."""
@@ -242,18 +211,12 @@ class TensorParallel(
     def explain(self, error: Exception, method: str) -> str:
         """Where shapes do not fit, for activations are divided."""
         if not any(words in str(error) for words in _SHAPE_ERRORS):
-            return ""
+            return self._inner.explain(error, method)
         return (
             f"with tensor={self._ranks}, a layer that the plan names as colwise gives each rank 1 / {self._ranks} of "
             'its outputs, for one that is named as rowwise. Name both; "colwise_gather_output" gives them whole. Write '
             "view(..., -1, head_size), for a rank has some of the heads"
         )
-
-    def replay(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Let the other strategy compute and drop gradients. Collective."""
-        self._inner.replay(loss, weight, target, position)
 
     def end_replay(self) -> None:
         """Let the other strategy restore buffers."""

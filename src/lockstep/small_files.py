@@ -1,0 +1,81 @@
+"""Small files that are there whole or not at all, whoever reads them or is killed in between.
+
+path      old ─────────────────────┬──► new       what is beside it takes its place in one act
+beside it     written, [flushed] ──┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacement(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A path to write to, beside ``path`` and with its ending; after the block, what is there is at ``path``.
+
+    If the block raises, ``path`` is as it was, and nothing is left beside it.
+
+    Args:
+        path: of the file that may be there, or not yet; its directory is.
+        durable: also after a power cut; costs two flushes of a disk.
+
+    Raises:
+        OSError: if it cannot be written, such as on a full disk.
+    """
+    with _written(path, durable=durable) as beside:
+        yield beside
+        if durable:
+            flush(beside)
+        beside.replace(path)
+
+
+def replace_text(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write ``text`` to ``path``, in place of what is there; see `replacement`."""
+    with replacement(path, durable=durable) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def create_text(path: Path, text: str, *, durable: bool = False) -> bool:
+    """Write ``text`` to ``path``, unless the file exists: of several who do so, on any host, one does.
+
+    Returns:
+        Whether this one did.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    with _written(path, durable=durable) as beside:
+        beside.write_text(text, encoding="utf-8")
+        if durable:
+            flush(beside)
+        try:
+            # A link is made by one only, also on NFS, and shows the whole content at once.
+            os.link(beside, path)
+        except FileExistsError:
+            return False
+    return True
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a directory, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _written(path: Path, *, durable: bool) -> Iterator[Path]:
+    beside = path.with_name(f".{secrets.token_hex(6)}.{path.name}")  # processes of other hosts may have this one's id
+    try:
+        yield beside
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+    if durable:
+        flush(path.parent)

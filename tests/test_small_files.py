@@ -1,0 +1,61 @@
+"""Files that are whole or not there: of several writers, of one that fails, and of one that is killed."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from lockstep.small_files import create_text, replace_text, replacement
+from lockstep.testing import run_each
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_text_takes_the_place_of_another(tmp_path, durable):
+    path = tmp_path / "a.json"
+    for text in ("old", "new ä"):
+        replace_text(path, text, durable=durable)
+        assert path.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
+    path = tmp_path / "a.json"
+    replace_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(path, "half \ud800")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_no_file_comes_of_a_directory_that_is_gone(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        replace_text(tmp_path / "gone" / "a.json", "text")
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_many_who_create_a_file_one_does(tmp_path):
+    path, made = tmp_path / "a.json", []
+    writers = [threading.Thread(target=lambda n=n: made.append((create_text(path, str(n)), n))) for n in range(8)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    (winner,) = [number for is_made, number in made if is_made]
+    assert path.read_text() == str(winner)
+    assert os.listdir(tmp_path) == ["a.json"]
+
+
+def _killed_while_it_writes(path):
+    with replacement(path) as beside:
+        beside.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_who_is_killed_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.json"
+    replace_text(path, "old")
+    (outcome,) = run_each(_killed_while_it_writes, 1, path)
+    assert isinstance(outcome.error, ChildProcessError)
+    assert path.read_text() == "old"
+    assert list(tmp_path.glob("*.json.*")) == [], "what is left beside it has another name"
