@@ -6,7 +6,6 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 from made_trials import trial
 from simulated_search import SPACE, simulated_search
@@ -16,12 +15,10 @@ from lockstep.tune.pictures import (
     PICTURES,
     descent,
     draw_pictures,
-    importance,
-    parallel_coordinates,
+    optuna_pictures,
     progress,
     timeline,
 )
-from lockstep.tune.pictures.random_forest import permutation_importance
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,8 @@ def point_of(**params):
 
 def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path):
     paths = draw_pictures(record, tmp_path / "pictures")
-    assert len(paths) == 3 * len(PICTURES)
+    assert len(paths) == 3 * len(PICTURES) + len(optuna_pictures.TITLES)
+    assert all(ElementTree.parse(path) for path in paths if path.suffix == ".svg")
     for picture in PICTURES:
         svg, table, numbers = (tmp_path / "pictures" / f"{picture.name}.{kind}" for kind in ("svg", "csv", "json"))
         assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
@@ -54,7 +52,7 @@ def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path
     "trials",
     [
         (),
-        (trial(0, [], "failed"), trial(1, [], "running")),
+        (trial(0, [], "failed", **point_of()), trial(1, [], "running", **point_of())),
         (trial(0, [float("inf")], **point_of()), trial(1, [-1.0], **point_of(layers=3))),
     ],
     ids=["none", "no loss", "infinite"],
@@ -101,39 +99,13 @@ def test_the_line_of_descent_is_that_of_the_best_and_moves_stand_between_births(
     assert all(0 < move["place"] <= len(births) for move in moves)
 
 
-def test_axes_are_those_of_the_space_and_what_does_not_exist_is_left_out():
-    rows = parallel_coordinates.rows(
-        record_of(
-            trial(0, [1.0], **point_of()),
-            trial(1, [2.0], **point_of(optimizer="sgd", momentum=0.99, layers=10)),
-            trial(2, [], "failed", **point_of()),
-        )
-    )
-    assert [row["number"] for row in rows] == [0, 1]
-    assert rows[0]["momentum"] is None is rows[0]["place of momentum"]
-    assert rows[1]["momentum"] == pytest.approx(0.99)
-    assert rows[1]["place of momentum"] == pytest.approx(1.0)
-    assert rows[0]["place of lr"] == pytest.approx(2 / 3)  # on a logarithmic axis from 1e-4 to 1e-1
-    assert [row["place of activation"] for row in rows] == [pytest.approx(1 / 6)] * 2
-
-
-def test_importance_finds_what_the_loss_depends_on():
-    random = np.random.default_rng(3)
-    inputs = random.random((200, 4))
-    seen = permutation_importance(inputs, 3 * inputs[:, 2] + inputs[:, 0] ** 2, random)
-    assert sum(seen.shares) == pytest.approx(1)
-    assert seen.shares[2] > seen.shares[0] > max(seen.shares[1], seen.shares[3])
-    assert seen.explained > 0.7
-    noise = permutation_importance(inputs, random.random(200), random)
-    assert noise.explained < 0.2
-
-
-def test_importance_of_a_choice_counts_all_of_its_values(record):
-    rows = importance.rows(record)
-    assert {row["parameter"] for row in rows} == {"layers", "activation", "lr", "optimizer", "momentum"}
-    assert sum(row["share"] for row in rows) == pytest.approx(1)
-    assert [row["share"] for row in rows] == sorted((row["share"] for row in rows), reverse=True)
-    assert importance.rows(record_of(*record.trials[:5])) == []
+def test_what_optuna_draws_is_drawn_by_it_and_left_out_without_it(record, tmp_path, monkeypatch):
+    names = {f"{name}.svg" for name in optuna_pictures.TITLES}
+    assert names <= {path.name for path in draw_pictures(record, tmp_path)}
+    drawn = (tmp_path / "parallel_coordinates.svg").read_text(), (tmp_path / "importance.svg").read_text()
+    assert all(name in text for text in drawn for name in ("layers", "activation", "lr", "optimizer"))
+    monkeypatch.setattr("lockstep.tune.pictures.has_optuna", lambda: False)
+    assert not names & {path.name for path in draw_pictures(record, tmp_path / "without")}
 
 
 def test_matplotlib_is_loaded_only_to_draw():

@@ -42,7 +42,7 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
         SettingError: if there is no such search, or an option does not fit.
     """
     # Late, for it loads numpy.
-    from lockstep.tune import draw_pictures, export_optuna, import_optuna, load, show
+    from lockstep.tune import draw_pictures, export_optuna, has_optuna, import_optuna, load, show
 
     if run_dir is None:
         raise SettingError("give the directory of a search: lockstep tune --show runs/NAME")
@@ -57,6 +57,8 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
         print(f"study {name} is in {parsed.to_optuna}", file=sys.stderr)
     if parsed.pictures:
         _say("\n".join(map(str, draw_pictures(result.record, parsed.pictures))))
+        if not has_optuna():
+            print("parallel coordinates and importances are drawn by optuna: pip install optuna", file=sys.stderr)
     if parsed.json:
         _say(json.dumps(result.to_json(parsed.top)))
     elif parsed.show:

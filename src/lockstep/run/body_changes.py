@@ -15,9 +15,10 @@ from types import FunctionType
 from typing import Final, NamedTuple
 
 from lockstep.run.reachable import BUILTIN_METHODS, GENERATORS, mark_of
-from lockstep.run.script_functions import Context, is_of
+from lockstep.run.script_callees import is_script
+from lockstep.run.script_functions import Context, is_of, is_ours
 from lockstep.run.script_places import Place
-from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Use
+from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Text, Use
 
 _STEPS: Final = (("step",), ("update",), ("backward",))
 _ADDS: Final = {"add", "update"}
@@ -40,6 +41,7 @@ class BodyChanges:
 
     def __init__(self) -> None:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
+        self._reads: Final[dict[tuple[int, str], list[tuple[Context, tuple[Read, ...]]]]] = {}
         self._functions: Final[set[tuple[int, ...]]] = set()
 
     def enter(self, context: Context) -> None:
@@ -49,22 +51,24 @@ class BodyChanges:
             return
         self._functions.add(key)
         for change in context.reads.changes:
-            if (
-                context.covers(change.line)
-                and not context.is_dead(change.guards)
-                and not asks_step(context, change.conditions)
-            ):
-                from_itself = _is_made_of(context, change.value, change.path)
-                when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
-                of_batch = any(context.place_of(path) is None for path, is_called in _reached(context, change.value))
-                self._add(
-                    context,
-                    change.path,
-                    change,
-                    from_itself=from_itself,
-                    when_needed=when_needed,
-                    anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
-                )
+            if not context.covers(change.line) or context.is_dead(change.guards):
+                continue
+            if (place := context.place_of(change.path)) is not None:
+                reads = (*change.value, *change.conditions)
+                self._reads.setdefault(place.slot, []).append((context, reads))
+            if asks_step(context, change.conditions):
+                continue
+            from_itself = _is_made_of(context, change.value, change.path)
+            when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
+            of_batch = any(context.place_of(path) is None for path, is_called in _reached(context, change.value))
+            self._add(
+                context,
+                change.path,
+                change,
+                from_itself=from_itself,
+                when_needed=when_needed,
+                anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
+            )
         for use in context.reads.uses:
             if use.read is None or context.is_dead(use.guards):
                 continue
@@ -89,6 +93,11 @@ class BodyChanges:
             is_unseen = is_of(value, set) or (_is_iterator(value) and mark_of(value) is None)
             seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes or is_unseen)
             self._seen.setdefault(place.slot, []).append(seen)
+
+    def reads_at(self, place: Place) -> list[tuple[Context, tuple[Read, ...]]]:
+        """What the changes of a place are computed from, also those once a step; each with the function that has it."""
+        owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
+        return [one for owner in owners for one in self._reads.get(owner.slot, [])]
 
     def makes_anew(self, place: Place) -> bool:
         """Whether bodies set a place without regard to what was there, so that it tells of the last one only."""
@@ -115,9 +124,11 @@ def asks_step(context: Context, reads: Iterable[Read]) -> bool:
     return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
 
 
-def reaches(context: Context, reads: Iterable[Read], names: Collection[str]) -> bool:
-    """Whether these are computed from one of the variables ``names`` of the function."""
-    return any(path.root in names for path, _ in _reached(context, reads))
+def is_of_items(context: Context, reads: Iterable[Read]) -> bool:
+    """Whether these are computed from the items of this turn of a loop only, by variables that are set anew in each."""
+    changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
+    reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh)}
+    return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
 
 
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
@@ -133,8 +144,13 @@ def _is_made_of(context: Context, reads: Iterable[Read], path: Path) -> bool:
     return any(each == path for each, is_called in _reached(context, reads) if not is_called)
 
 
-def _reached(context: Context, reads: Iterable[Read]) -> Iterator[tuple[Path, bool]]:
-    """The paths that these are computed from within the function, each with whether that is a function's."""
+def _reached(
+    context: Context, reads: Iterable[Read], through: Collection[str] | None = None
+) -> Iterator[tuple[Path, bool]]:
+    """The paths that these are computed from within the function, each with whether that is a function's.
+
+    Variables are followed to what they are set from: those of ``through``, or all of them.
+    """
     seen: set[Read] = set()
     waiting = list(reads)
     while waiting:
@@ -144,11 +160,14 @@ def _reached(context: Context, reads: Iterable[Read]) -> Iterator[tuple[Path, bo
         seen.add(read)
         if isinstance(read, Path):
             yield read, False
-            waiting += context.reads.set_from.get(read.root, ())
+            if through is None or read.root in through:
+                waiting += context.reads.set_from.get(read.root, ())
         elif isinstance(read, Choice):
             waiting += () if context.is_dead(read.guards) else read.reads
         elif isinstance(read, Counted):
             waiting += read.items
+        elif isinstance(read, Text):
+            waiting += read.reads
         else:
             waiting += read.every
             for part in read.function:
@@ -181,4 +200,7 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_iterator(value: object) -> bool:
-    return not isinstance(getattr(type(value), "__next__", None), FunctionType | type(None))
+    """Whether this is an iterator, but for those of the script's own classes, which are read."""
+    following = getattr(type(value), "__next__", None)
+    is_read = isinstance(following, FunctionType) and is_script(following.__code__.co_filename)
+    return following is not None and not (is_read or is_ours(value))

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from lockstep.run.decided_tests import UNKNOWN, value_of_test
 from lockstep.run.reachable import variables_of
 from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads
+from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 
@@ -29,6 +29,11 @@ class Argument(NamedTuple):
     value: object  #: where it is known
     text: str = ""  #: of a value that no variable of the caller holds
 
+    @property
+    def name(self) -> str:
+        """How the caller, or its text, calls the value; "" where it is computed there."""
+        return self.text or next((read.text for read in self.reads if isinstance(read, Path)), "")
+
 
 @dataclass
 class Context:
@@ -39,6 +44,7 @@ class Context:
     variables: dict[str, Any]  #: of its module
     frame: FrameType | None = None  #: if it is running
     cells: dict[str, CellType] = field(default_factory=dict)
+    running: tuple[FrameType, ...] = ()  #: the script's functions that run, of which some have made this one
     arguments: dict[str, Argument] = field(default_factory=dict)
     depth: int = 0
     in_body: bool = False  #: whether a body runs it, or it runs the loop
@@ -87,18 +93,34 @@ class Context:
         """Where that is, if it outlives a body and is known."""
         if path.root in self.arguments:
             argument = self.arguments[path.root]
-            text = path._replace(root=argument.text or path.root).text
+            text = path._replace(root=argument.name or path.root).text
             return None if argument.value is NOTHING else Place(argument.value, "", path.attributes, text)
         owner: object
         if self.frame is not None and self.is_function and path.root in self.held:
             owner = self.frame
         elif path.root in self.cells:
-            return Place(self.cells[path.root], "", path.attributes, path.text)
+            if (maker := self._maker_of(path.root)) is None:
+                return Place(self.cells[path.root], "", path.attributes, path.text)
+            owner = maker
         elif self.is_local(path.root):
             return None
         else:
             owner = self.variables
         return None if path.root in self.loop.fresh else Place(owner, path.root, path.attributes, path.text)
+
+    def _maker_of(self, name: str) -> FrameType | None:
+        """The function that runs and has made this one, with the variable ``name`` that both have."""
+        value = variable_at(self.cells[name], "")
+        return next(
+            (
+                frame
+                for frame in self.running
+                if name in frame.f_code.co_cellvars
+                and self.code in _codes_within(frame.f_code)
+                and variables_of(frame).get(name, NOTHING) is value
+            ),
+            None,
+        )
 
     def value_of(self, path: Path) -> object:
         """What a path leads to, as far as that is known without running anything."""
@@ -116,6 +138,20 @@ class Context:
             value = attribute_of(value, name)
         return value
 
+    def text_of(self, text: Text) -> object:
+        """The whole of it, where all parts are known; else `NOTHING`."""
+        values = [part if isinstance(part, str) else self.value_of(part) for part in text.parts]
+        return "".join(map(str, values)) if all(type(value) in _PLAIN for value in values) else NOTHING
+
+    def is_loop_variable(self, name: str) -> bool:
+        """Whether that is a variable of the function's own that a loop sets, to one item after the other."""
+        bound = self.reads.bound_to.get(name, ()) if self.is_local(name) and name not in self.arguments else ()
+        return any(
+            isinstance(read, Call) and read.function and isinstance(of := read.function[0], Path) and _is_loop(of)
+            for part in bound
+            for read in part
+        )
+
     def _value_of_local(self, name: str) -> object:
         """Of a variable that is another name of something, or of an item of a list, which stands for all of them."""
         match self.reads.bound_to.get(name, []):
@@ -125,6 +161,13 @@ class Context:
                 items = self.value_of(path.owner)
                 return items[0] if isinstance(items, list | tuple) and items else NOTHING
         return NOTHING
+
+
+@functools.lru_cache(maxsize=256)
+def _codes_within(code: CodeType) -> frozenset[CodeType]:
+    """The functions that a function makes."""
+    own = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(own).union(*map(_codes_within, own))
 
 
 class Callee(NamedTuple):
@@ -153,7 +196,7 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
             bound[name] = Argument((), value, f"{function.__name__}'s {name}")
     if own is not None and names:
         bound[names.pop(0)] = own
-    given = [] if call.is_starred else list(zip(names, call.arguments, strict=False))
+    given = list(zip(names, call.arguments[: call.certain], strict=False))
     given += [(name, part) for name, part in call.keywords if name in bound]
     for name, part in given:
         value = NOTHING
@@ -161,8 +204,14 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
             value = context.value_of(part[0])
             if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
                 value = NOTHING
+        elif len(part) == 1 and isinstance(part[0], Text):
+            value = context.text_of(part[0])
         bound[name] = Argument(part, value)
     return bound
+
+
+def _is_loop(function: Path) -> bool:
+    return function.attributes[-1:] in ((ITEMS,), ("values",), ("items",))
 
 
 def is_of(value: object, *kinds: type) -> bool:

@@ -56,6 +56,7 @@ class Call(NamedTuple):
     keywords: tuple[tuple[str, tuple[Read, ...]], ...]  #: the name is "" for `**options`
     is_starred: bool  #: has `*arguments`
     line: int
+    certain: int = 0  #: how many stand before the first `*arguments`
 
     @property
     def every(self) -> tuple[Read, ...]:
@@ -88,7 +89,14 @@ class Counted(NamedTuple):
     items: tuple[Read, ...]
 
 
-Read = Path | Call | Choice | Counted
+class Text(NamedTuple):
+    """A text that is written where it is given to a function, as ``"end"`` or ``f"on_{event}"``."""
+
+    parts: tuple[str | Path, ...]
+    reads: tuple[Read, ...]
+
+
+Read = Path | Call | Choice | Counted | Text
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -111,9 +119,10 @@ class Loop(NamedTuple):
     first: int
     last: int
     fresh: frozenset[str]  #: variables that each turn sets anew, before it reads them
+    items: frozenset[str]  #: those that the loop itself sets
 
 
-NO_LOOP: Final = Loop(0, -1, frozenset())
+NO_LOOP: Final = Loop(0, -1, frozenset(), frozenset())
 
 
 class Change(NamedTuple):
@@ -155,7 +164,7 @@ def reads_of(code: CodeType) -> Reads | None:
     node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
     if node is None:
         return None
-    reader = _Reader()
+    reader = _Reader(yields=any(isinstance(one, ast.Yield | ast.YieldFrom) for one in _within(node)))
     if isinstance(node, ast.Lambda):
         reader.reads.parameters = node.args
         reader.reads.returned += reader.expression(node.body)
@@ -186,7 +195,8 @@ def nodes_of(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
 class _Reader:
     """Goes through the statements of one function, but not through those of functions within."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, yields: bool) -> None:
+        self._yields: Final = yields
         self.reads: Final = Reads()
         self._conditions: tuple[Read, ...] = ()
         self._loops: tuple[int, ...] = (0,)
@@ -230,9 +240,11 @@ class _Reader:
                         self._set(name or "_", read)
                     self._under([*read, *(self.expression(case.guard) if case.guard else ())], case.body, is_test=True)
             case ast.Try() | ast.TryStar():
+                before = len(self.reads.uses)
                 self.block(node.body)
+                calls = [use.read for use in self.reads.uses[before:] if use.read is not None]
                 for handler in node.handlers:
-                    self.block(handler.body)
+                    self._under(calls, handler.body, is_test=True)
                 self.block([*node.orelse, *node.finalbody])
             case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
                 for item in managers:
@@ -240,6 +252,8 @@ class _Reader:
                     if item.optional_vars is not None:
                         self._bind(item.optional_vars, read)
                 self.block(body)
+            case ast.Return() if self._yields:
+                pass  # what a generator returns its loop does not get
             case ast.Return(value=ast.expr() as value):
                 self.reads.returned += self._guarded((*self.expression(value), *self._conditions))
             case ast.Raise():
@@ -277,7 +291,8 @@ class _Reader:
     def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
         before, self._loops = self._loops, (*self._loops, len(self.reads.exits))
         self.reads.exits.append([])
-        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, _fresh(node)))
+        items = frozenset() if isinstance(node, ast.While) else frozenset(_stored([node.target]))
+        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, _fresh(node), items))
         self._under(read, body)
         self._loops = before
 
@@ -423,13 +438,16 @@ class _Reader:
     def _call(self, node: ast.Call) -> Call:
         call = Call(
             tuple(self.expression(node.func)),
-            tuple(tuple(self.expression(one)) for one in node.args),
-            tuple((one.arg or "", tuple(self.expression(one.value))) for one in node.keywords),
+            tuple(tuple(self._argument(one)) for one in node.args),
+            tuple((one.arg or "", tuple(self._argument(one.value))) for one in node.keywords),
             any(isinstance(one, ast.Starred) for one in node.args),
             node.lineno,
+            next((number for number, one in enumerate(node.args) if isinstance(one, ast.Starred)), len(node.args)),
         )
         self._use(call, None, (), node.lineno)
         owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if (path := _all_of(node)) is not None:
+            self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
             if not owner.attributes and (call.arguments or call.keywords):
                 self.reads.filled_from.setdefault(owner.root, []).extend(
@@ -440,6 +458,42 @@ class _Reader:
             elif node.func.attr == "clear":
                 self._change(owner, (), node.lineno)
         return call
+
+    def _argument(self, node: ast.expr) -> list[Read]:
+        """As `expression`, and a text by itself, by which a function may choose another one."""
+        read = self.expression(node)
+        match node:
+            case ast.Constant(value=str() as text):
+                return [*read, Text((text,), ())]
+            case ast.JoinedStr(values=values):
+                parts = [_text_part(part) for part in values]
+                return [Text(tuple(part for part in parts if part is not None), tuple(read))] if all(parts) else read
+        return read
+
+
+def _all_of(call: ast.Call) -> Path | None:
+    """The object of which a call sets attributes by their names, as `setattr` and ``vars(x).update`` do."""
+    match call:
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str() as name), _]):
+            path = path_of(owner)
+            return None if path is None else Path(path.root, (*path.attributes, name))
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, *_]):
+            return path_of(owner)
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="vars"), args=[owner]), attr="update")):
+            return path_of(owner)
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(value=owner, attr="__dict__"), attr="update")):
+            return path_of(owner)
+    return None
+
+
+def _text_part(node: ast.expr) -> str | Path | None:
+    """A part of an f-string: a text or a path; None for what is computed there."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+            return path_of(value)
+    return None
 
 
 def _asks_for_several_ranks(test: ast.expr) -> bool:

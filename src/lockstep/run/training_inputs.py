@@ -31,8 +31,9 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.run.body_changes import BodyChanges, asks_step, reaches
+from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items
 from lockstep.run.decided_tests import changed_names
+from lockstep.run.dispatched_calls import dispatched
 from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
 from lockstep.run.opaque_reads import opaque_read
@@ -58,6 +59,7 @@ from lockstep.run.source_reads import (
     Path,
     Read,
     Reads,
+    Text,
     is_key,
     reads_of,
 )
@@ -100,6 +102,7 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
                 frame=script,
                 in_body=is_body,
                 unsettled=unsettled,
+                running=tuple(frames),
             )
             follower.changes.enter(context)
             given = follower.given(context)
@@ -117,6 +120,7 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
                 follower.note_attributes(state.models)
                 follower.find_carried(context)
             is_body = is_body and bool(is_between)
+        follower.follow_changes()
         follower.find_carried_within()
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=f"{type(error).__name__}: {error}")
@@ -258,6 +262,8 @@ class _Follower:
                         "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
                     )
                     self._note_carried(f"{given.what} is computed from what {counts}")
+            elif isinstance(read, Text):
+                waiting += read.reads
             else:
                 waiting += self._of_call(context, read, given, outward)
 
@@ -304,12 +310,12 @@ class _Follower:
                 outward.append(Path(name.root, (*name.attributes, *path.attributes)))
             else:
                 outward += argument.reads
-        if argument is None or argument.text:
+        if argument is None or argument.text or outward is None:
             place = context.place_of(path)
             if place is not None:
                 self._note(context, place, given)
         value = context.value_of(path)
-        if is_of(value, FunctionType, MethodType):
+        if is_of(value, FunctionType, MethodType, type):
             followed += self._of_call(context, Call((path,), (), (), True, 0), given, outward)
         return followed
 
@@ -321,7 +327,10 @@ class _Follower:
         every = call.every
         path = call.function[0] if len(call.function) == 1 else None
         if not isinstance(path, Path):
-            return [*call.function, *every]
+            inner: list[Read] = []
+            for callee in self._callees(context, call):
+                self._take_returned(context, call, callee, given, inner)
+            return [*inner, *call.function, *every]
         owner = context.value_of(path.owner) if path.attributes else NOTHING
         if is_run(owner):
             return self._of_run(context, path, call, given)
@@ -367,7 +376,7 @@ class _Follower:
         But not the same on all numbers of ranks, where each gives something of its own last micro-batch.
         """
         is_of_body = given.kind in _NOTED and context.covers(call.line)
-        if path.attributes[-1] in _OF_EACH_RANK and is_of_body and reaches(context, call.every, context.loop.fresh):
+        if path.attributes[-1] in _OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
             self._note_carried(
                 f"{given.what} is computed from {path.text}(...) of each rank's last micro-batch, and other numbers of "
                 "ranks have other ones (run.measure(...) is of all samples of a step, in run.metrics afterwards)"
@@ -435,6 +444,16 @@ class _Follower:
     def _note_carried(self, text: str) -> None:
         self.found.carried = self.found.carried or text
 
+    def follow_changes(self) -> None:
+        """Note what the places found are computed from, where functions change them that a body calls."""
+        waiting = list(self.found.places)
+        while waiting:
+            place, what = self.found.places[waiting.pop()]
+            known = set(self.found.places)
+            for context, reads in self.changes.reads_at(place):
+                self.take(context, Given("step", what, "", reads))
+            waiting += self.found.places.keys() - known
+
     def find_carried_within(self) -> None:
         """The same of what functions change that a body calls: where only some bodies do so."""
         for key, (place, what) in self.found.places.items():
@@ -450,7 +469,9 @@ class _Follower:
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def _callees(self, context: Context, call: Call) -> list[Callee]:
-        """The functions of the script that a call runs."""
+        """The functions of the script that a call runs, or may run."""
+        if several := dispatched(context, call):
+            return [callee for value in several for callee in self._called(value, type(value).__name__)]
         if len(call.function) != 1 or not isinstance(path := call.function[0], Path):
             return []
         value = unwrapped(context.value_of(path))
@@ -462,12 +483,16 @@ class _Follower:
                 return of_script(value, None)
             is_method = not is_of(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
             return of_script(value, Argument((path.owner,), owner) if is_method else None)
+        return self._called(value, path.text)
+
+    def _called(self, value: object, text: str) -> list[Callee]:
+        """The functions of the script that a call of ``value`` runs, which the script calls ``text``."""
         if isinstance(value, nn.Module):
-            named = [(f"{path.text}.{name}" if name else path.text, one) for name, one in value.named_modules()]
-            return [callee for text, one in named for callee in computing(one, text)]
+            named = [(f"{text}.{name}" if name else text, one) for name, one in value.named_modules()]
+            return [callee for name, one in named for callee in computing(one, name)]
         if isinstance(value, type):
             return of_script(getattr(value, "__init__", None), Argument((), NOTHING))
-        return called_by(value, path.text)
+        return called_by(value, type(value.__self__).__name__ if isinstance(value, MethodType) else text)
 
     def _enter(self, context: Context, call: Call, callee: Callee, *, samples: bool = False) -> Context | None:
         """The function that is called, with what its parameters stand for; None where it is to be left alone."""
@@ -492,6 +517,7 @@ class _Follower:
             arguments=arguments,
             depth=context.depth + 1,
             in_body=in_body,
+            running=context.running,
             unsettled=context.unsettled | changed_names(function.__code__.co_filename),
             # Samples are read before the body, so that two bodies show no difference.
             sometimes=samples or context.sometimes or (use is not None and use.sometimes),
@@ -550,7 +576,13 @@ class _Follower:
         inner = self._enter(context, call, callee, samples=samples)
         if inner is None:
             return False
-        self.take(inner, given._replace(reads=tuple(inner.reads.returned)), outward)
+        reads = tuple(inner.reads.returned)
+        if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
+            # The value is the object, with all that this sets.
+            own = inner.reads.parameters.args[0].arg
+            sets = (change for change in inner.reads.changes if change.path.root == own and change.path.attributes)
+            reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
+        self.take(inner, given._replace(reads=reads), outward)
         self._running.pop()
         return True
 

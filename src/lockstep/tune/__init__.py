@@ -37,6 +37,7 @@ __all__ = [
     "Trial",
     "draw_pictures",
     "export_optuna",
+    "has_optuna",
     "import_optuna",
     "join_directory",
     "load",
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from lockstep.tune.driver import Driver, SearchRequest, visible_gpus, watch_directory
     from lockstep.tune.optuna_study import export_optuna, import_optuna
     from lockstep.tune.outcome import Evaluated
-    from lockstep.tune.pictures import draw_pictures
+    from lockstep.tune.pictures import draw_pictures, has_optuna
     from lockstep.tune.result import SearchResult, load
     from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
     from lockstep.tune.search_directory import join_directory, open_directory
@@ -73,6 +74,7 @@ else:
         "Trial": "trial",
         "draw_pictures": "pictures",
         "export_optuna": "optuna_study",
+        "has_optuna": "pictures",
         "import_optuna": "optuna_study",
         "join_directory": "search_directory",
         "load": "result",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.tune.claims import TrialClaims
-from lockstep.tune.journal import JournalWriter, SearchPlan, read_search
+from lockstep.tune.journal import JournalWriter, SearchPlan, SearchRecord, read_search
 from lockstep.tune.records import LossReported, Record, TrialBegan, TrialEnded
 from lockstep.tune.search import Choice, Float, Int, Point, Space
 from lockstep.tune.search.dimensions import Dimension, decoded, encoded
@@ -28,6 +28,7 @@ from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.trial import Trial
 
 if TYPE_CHECKING:  # the package need not be installed
+    from optuna import Study
     from optuna.distributions import BaseDistribution
     from optuna.trial import FrozenTrial
 
@@ -54,13 +55,22 @@ def export_optuna(
     Raises:
         SettingError: if there is no search, or Optuna is not installed.
     """
-    record = read_search(run_dir)
+    name = study_name or Path(run_dir).resolve().name
+    study_of(read_search(run_dir), _storage(storage), name)
+    return name
+
+
+def study_of(record: SearchRecord, storage: str | object | None = None, name: str | None = None) -> Study:
+    """A study with the trials of a search that have ended; added to the one of that name, if ``storage`` has it.
+
+    Raises:
+        SettingError: if Optuna is not installed.
+    """
     optuna = _optuna()
     space = Space.from_json(record.space)
     objectives = max((len(trial.losses) for trial in record.trials), default=1) or 1
-    name = study_name or Path(run_dir).resolve().name
-    study = optuna.create_study(
-        study_name=name, storage=_storage(storage), directions=["minimize"] * objectives, load_if_exists=True
+    study: Study = optuna.create_study(
+        study_name=name, storage=storage, directions=["minimize"] * objectives, load_if_exists=True
     )
     study.set_user_attr(_SPACE, dict(record.space))
     known = {trial.user_attrs[_TRIAL]["number"] for trial in study.trials if _TRIAL in trial.user_attrs}
@@ -71,7 +81,7 @@ def export_optuna(
             if trial.state != "running" and trial.number not in known
         ]
     )
-    return name
+    return study
 
 
 def import_optuna(
