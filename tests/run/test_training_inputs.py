@@ -104,6 +104,16 @@ CARRIED = {
         f"state['n'] += 1\nstate['log'].append(1)\nif state['n'] < 1e9:\n    {STEP}",
         "state['n']",
     ),
+    "nonlocal variables": (
+        "n, scale = 0, 1.0\ndef after():\n    nonlocal n, scale\n    n += 1\n    if n > 1e9:\n        scale = 2.0",
+        "run.step(F.cross_entropy(model(x), y) * scale)\nafter()",
+        "n",
+    ),
+    "iterator of a package that only some bodies take from": (
+        "others = iter(torch.utils.data.DataLoader(torch.ones(8)))",
+        "if run.progress.step > 1e9:\n    x = x * next(others)\nrun.step(F.cross_entropy(model(x), y))",
+        "others",
+    ),
     "lambda": ("n = [0]\nnow = lambda: n[0]", f"n[0] += 1\nif now() < 1e9:\n    {STEP}", "n[0]"),
 }
 SETUPS = {
@@ -273,6 +283,76 @@ SETUPS = {
         items = iter([1.0, 2.0, 3.0])
         def change(x): return x * next(items) if x.sum() > 1e9 else x
     """,
+    "a variable that another one decides": """
+        class Machine:
+            n, scale = 0, 1.0
+            def advance(self):
+                self.n += 1
+                if self.n > 1e9: self.scale = 2.0
+        machine = Machine()
+        def change(x):
+            machine.advance()
+            return x * machine.scale
+    """,
+    "handlers of an event": """
+        handlers, state = collections.defaultdict(list), {"n": 0, "scale": 1.0}
+        def on(event): return lambda handler: handlers[event].append(handler) or handler
+        @on("batch")
+        def count(x): state["n"] += 1
+        @on("batch")
+        def rescale(x):
+            if state["n"] > 1e9: state["scale"] = 2.0
+        def fire(event, *given):
+            for handler in handlers[event]: handler(*given)
+        def change(x):
+            fire("batch", x)
+            return x * state["scale"]
+    """,
+    "callbacks, by the names of their methods": """
+        class Quiet:
+            def on_batch(self, x): pass
+        class Rescales:
+            n, scale = 0, 1.0
+            def on_batch(self, x):
+                self.n += 1
+                if self.n > 1e9: self.scale = 2.0
+        callbacks = [Quiet(), Rescales()]
+        def call(event, *given):
+            for callback in callbacks: getattr(callback, f"on_{event}")(*given)
+        def change(x):
+            call("batch", x)
+            return x * callbacks[1].scale
+    """,
+    "objects that are counted": """
+        class Batch:
+            made = 0
+            def __init__(self, x):
+                self.x, self.number = x, Batch.made
+                Batch.made += 1
+        def change(x):
+            batch = Batch(x)
+            return batch.x * (2.0 if batch.number > 1e9 else 1.0)
+    """,
+    "attributes that are set by their names": """
+        from types import SimpleNamespace
+        options, later, seen = SimpleNamespace(scale=1.0), {10**9: {"scale": 2.0}}, []
+        def change(x):
+            vars(options).update(later.get(len(seen), {}))
+            seen.append(1)
+            return x * options.scale
+    """,
+    "an iterator that begins again at its end": """
+        class Endless:
+            def __init__(self, items): self.items, self.iterator = items, iter(items)
+            def __call__(self):
+                try:
+                    return next(self.iterator)
+                except StopIteration:
+                    self.iterator = iter(self.items)
+                    return next(self.iterator)
+        others = Endless([torch.ones(3)] * 2)
+        def change(x): return x * others() if x.sum() > 1e9 else x
+    """,
     "default": """
         def change(x, seen=[]):
             seen.append(1)
@@ -336,6 +416,43 @@ def test_what_counts_beside_the_loop_counts_micro_batches(tmp_path, loop, body):
     script = f"{loop}\n{indent(body, 4)}\n    {STEP}"
     with pytest.raises(UsageError, match=r"counts beside run.train\(...\), which are this rank's micro-batches"):
         play(tmp_path, STEP, before=f"for _ in run.epochs(1):\n{indent(script, 4)}")
+
+
+def test_a_module_beside_the_script_is_read_as_well(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "meter_beside.py").write_text(
+        "class Meter:\n    def __init__(self): self.n = 0\n    def update(self): self.n += 1\n"
+    )
+    with pytest.raises(UsageError, match=r"meter\.n, which run\.step\(\.\.\.\) is computed from"):
+        play(
+            tmp_path,
+            f"meter.update()\nif meter.n > 1e9:\n    x = 2 * x\n{STEP}",
+            setup="from meter_beside import Meter",
+            before="meter = Meter()",
+        )
+
+
+def test_a_sum_over_all_micro_batches_of_each_rank_is_the_same_on_any_world(tmp_path):
+    body = """
+        if run.counts:
+            mine += x.detach().sum()
+        if run.step(F.cross_entropy(model(x), y) * scale):
+            scale = 1.0 + run.sum(mine) * 1e-3
+            mine.zero_()
+    """
+    play(tmp_path, body, before="mine, scale = torch.zeros(()), 1.0")
+
+
+def test_what_a_generator_around_the_loop_returns_at_its_end_may_change(tmp_path):
+    setup = """
+        def watched(loop):
+            lines = []
+            for item in loop:
+                lines.append("a batch")
+                yield item
+            return lines
+    """
+    play(tmp_path, STEP, setup=setup, before="Bar = watched")
 
 
 def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path):
@@ -418,6 +535,28 @@ HARMLESS = {
     ),
 }
 HARMLESS_SETUPS = {
+    "handlers of another event": """
+        handlers, state = collections.defaultdict(list), {"n": 0, "scale": 1.0}
+        def on(event): return lambda handler: handlers[event].append(handler) or handler
+        @on("epoch")
+        def rescale(x): state["scale"] = state["scale"] + (1.0 if x is None else 0.0)
+        @on("batch")
+        def count(x): state["n"] += 1
+        def fire(event, *given):
+            for handler in handlers[event]: handler(*given)
+        def change(x):
+            fire("batch", x)
+            return x * state["scale"]
+    """,
+    "objects that say their time": """
+        class Batch:
+            def __init__(self, x): self.x, self.at = x, time.time()
+        shown = []
+        def change(x):
+            batch = Batch(x)
+            shown.append(batch)
+            return batch.x
+    """,
     "set anew and added to": """
         class Sum:
             def reset(self): self.total = 0.0

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import UsageError
 from lockstep.run.kept import Stateful
@@ -33,9 +34,11 @@ class BesideModules:
         self._kept: Final = kept
         self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
         self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
+        self._hook: RemovableHandle | None = None  # while a loop is in a body
 
     def begin_replay(self) -> None:
         """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
+        self._watch()
         self._before = self._before or [
             (f"{path}.{name}.{buffer_name}".replace("..", "."), module, buffer, buffer.clone())
             for path, name, module in self._within_reach()
@@ -49,10 +52,19 @@ class BesideModules:
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
                 self._moved[module] = name
+        self._watch()
+
+    def _watch(self) -> None:
+        """From now on the body computes nothing with what it has moved."""
+        if self._moved and self._hook is None:
+            self._hook = register_module_forward_pre_hook(self._refuse_in_body)
 
     def forget(self) -> None:
         """The loop is left, in a replay perhaps: what its body has moved stays, as it was moved once."""
         self._before = []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
 
     @contextlib.contextmanager
     def evaluating(self, ranks: int) -> Iterator[None]:
@@ -72,17 +84,19 @@ class BesideModules:
         kept = (value for value in self._kept.values() if isinstance(value, nn.Module))
         known = {module for root in (*self._models, *kept) for module in root.modules()}
         for path, root in find(script_roots(sys._getframe()), nn.Module).items():
-            # One without parameters is no model: a loss, or a metric that is brought together by itself.
-            if isinstance(root, nn.Module) and root not in known and any(True for _ in root.parameters()):
+            if isinstance(root, nn.Module) and root not in known:
                 yield from ((path, name, module) for name, module in root.named_modules() if module not in known)
 
-    def _refuse(self, module: nn.Module, _inputs: Any) -> None:
+    def _refuse(self, module: nn.Module, _inputs: Any, where: str = "run.evaluate(...)") -> None:
         name = self._moved.get(module)
         if name is not None and not module.training:
             model = name.partition(".")[0]
             raise UsageError(
-                f"{model} is computed in run.evaluate(...), and forward passes in the loop of run.train(...) have "
+                f"{model} is computed in {where}, and forward passes in the loop of run.train(...) have "
                 f"moved {name}: on each rank by its own micro-batches, so that ranks hold different values. Give it to "
                 f"run.model({model}), which keeps buffers alike on all ranks and in checkpoints; or call "
                 f"{model}.eval() before the loop, if these are not to move"
             )
+
+    def _refuse_in_body(self, module: nn.Module, inputs: Any) -> None:
+        self._refuse(module, inputs, "eval mode in the loop of run.train(...)")

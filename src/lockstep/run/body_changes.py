@@ -14,13 +14,14 @@ from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType
 from typing import Final, NamedTuple
 
+from lockstep.run.decided_tests import is_script
 from lockstep.run.reachable import BUILTIN_METHODS, GENERATORS, mark_of
-from lockstep.run.script_callees import is_script
 from lockstep.run.script_functions import Context, is_of, is_ours
 from lockstep.run.script_places import Place
 from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Text, Use
 
 _STEPS: Final = (("step",), ("update",), ("backward",))
+_OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))
 _ADDS: Final = {"add", "update"}
 _SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
 _LOOKS: Final = {"get_state", "getstate", "initial_seed"}
@@ -45,17 +46,19 @@ class BodyChanges:
         self._functions: Final[set[tuple[int, ...]]] = set()
 
     def enter(self, context: Context) -> None:
-        """Note what a function changes, if a body runs it."""
+        """Note what a function changes; most of it, if a body runs it."""
         key = id(context.code), *(id(one.value) for one in context.arguments.values())
-        if not context.in_body or key in self._functions:
+        if key in self._functions:
             return
         self._functions.add(key)
         for change in context.reads.changes:
-            if not context.covers(change.line) or context.is_dead(change.guards):
+            if context.is_dead(change.guards):
                 continue
             if (place := context.place_of(change.path)) is not None:
                 reads = (*change.value, *change.conditions)
                 self._reads.setdefault(place.slot, []).append((context, reads))
+            if not context.covers(change.line):
+                continue
             if asks_step(context, change.conditions):
                 continue
             from_itself = _is_made_of(context, change.value, change.path)
@@ -69,6 +72,8 @@ class BodyChanges:
                 when_needed=when_needed,
                 anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
             )
+        if not context.in_body:
+            return
         for use in context.reads.uses:
             if use.read is None or context.is_dead(use.guards):
                 continue
@@ -95,7 +100,7 @@ class BodyChanges:
             self._seen.setdefault(place.slot, []).append(seen)
 
     def reads_at(self, place: Place) -> list[tuple[Context, tuple[Read, ...]]]:
-        """What the changes of a place are computed from, also those once a step; each with the function that has it."""
+        """What the changes of a place are computed from, whenever they are made; each with the function that has it."""
         owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
         return [one for owner in owners for one in self._reads.get(owner.slot, [])]
 
@@ -117,6 +122,13 @@ class BodyChanges:
         if any(not (one.from_itself or one.when_needed) for one in seen):
             return 0
         return next((one.line for one in seen if one.from_itself and one.sometimes), 0)
+
+
+def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:
+    """The objects that these are computed from, as far as they are known; not those of which only the type matters."""
+    for path, is_called in _reached(context, reads):
+        if path.attributes[-1:] not in _OF_TYPES:
+            yield context.value_of(path.owner if is_called and path.attributes else path)
 
 
 def asks_step(context: Context, reads: Iterable[Read]) -> bool:

@@ -10,12 +10,17 @@ import ast
 import contextlib
 import functools
 import operator
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final
 
-from lockstep.run.source_reads import Path, nodes_of, path_of
+from lockstep.heartbeat import is_users
+from lockstep.run.source_reads import Path, Reads, nodes_of, path_of, reads_of
 
 UNKNOWN: Final = object()
+#: Whether a file is the script's own, or of a module beside it.
+is_script: Final = functools.lru_cache(maxsize=8192)(is_users)
 _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -30,9 +35,27 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 }
 
 
-@functools.lru_cache(maxsize=64)
-def changed_names(file: str) -> frozenset[str]:
-    """The attributes that functions of a source file set, but for those that make an object; and their globals."""
+def unsettled_names(frame: FrameType) -> frozenset[str]:
+    """The names of variables and attributes that a function which is running may still change."""
+    reads = reads_of(frame.f_code) or Reads()
+    changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
+    names = (name for path in changes for name in (path.attributes or (path.root,))[-1:])
+    return _changed_names().union(names)
+
+
+def _changed_names() -> frozenset[str]:
+    """The attributes that functions of the script's files set, but for those that make an object; and their globals."""
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return _changed_in(frozenset(file for file in files if file and is_script(file)))
+
+
+@functools.lru_cache(maxsize=8)
+def _changed_in(files: frozenset[str]) -> frozenset[str]:
+    return frozenset().union(*map(_changed_in_file, files))
+
+
+@functools.cache
+def _changed_in_file(file: str) -> frozenset[str]:
     found: set[str] = set()
     for (name, _), function in nodes_of(file).items():
         if isinstance(function, ast.Module | ast.Lambda) or name in ("__init__", "__post_init__", "__new__"):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from datetime import date, datetime
 from typing import Final
 
 from lockstep.run.reachable import mark_of
 from lockstep.run.source_reads import Path
 
-_CLOCKS: Final = (time.time, time.monotonic, time.perf_counter, time.process_time, time.time_ns, time.perf_counter_ns)
+_CLOCKS: Final = (
+    *(time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time, time.clock_gettime),
+    *(time.time_ns, time.monotonic_ns, time.perf_counter_ns, time.process_time_ns),
+    *(vars(datetime)["now"], vars(datetime)["utcnow"], vars(date)["today"]),
+)
 #: The modules of objects that hold such things.
 _STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 

@@ -135,8 +135,8 @@ class ReplayError(UsageError):
             return (
                 f"{head}, and {self._difference}: the loop's body depends on something that each rank has for itself, "
                 f"such as a number set from its own losses or its own samples.{apart} Set such a number where "
-                "run.step(loss) returns True, from the losses of all micro-batches of the step: append them to a list "
-                "and give that to run.gather(...); or hold it for each sample, in the data set. "
+                "run.step(loss) returns True, from the losses of all micro-batches of the step: append them to a list, "
+                "if run.counts, and give that to run.gather(...); or hold it for each sample, in the data set. "
                 f"{purpose}"
             )
         culprits = f" The body changed {listed}." if listed else ""
@@ -144,8 +144,9 @@ class ReplayError(UsageError):
             f"{head}, and {self._difference}: the loop's body depends on something that it changes itself, which "
             f"other numbers of ranks and a resume would change differently.{culprits} Count by run.progress.step, "
             "draw from the generators of torch, NumPy or Python, hold what a forward pass changes in a buffer of the "
-            "model, carry it from step to step in run.carry, or change it where run.step(loss) returns True and give "
-            f"it to run.keep(...). {purpose}"
+            "model, carry it from step to step in run.carry, or change it where run.step(loss) returns True, from "
+            "all micro-batches of the step (run.sum, run.gather), and give it to run.keep(...); what changes samples "
+            f"from step to step belongs into the body. {purpose}"
         )
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Final
 
 from torch import nn
+from torch.autograd import Function
 from torch.utils.data import Dataset
 
-from lockstep.heartbeat import is_users
+from lockstep.run.decided_tests import is_script
+from lockstep.run.dynamic_calls import objects_called
 from lockstep.run.script_functions import Argument, Callee, Context, is_of
-from lockstep.run.script_places import attribute_of, attributes_of
+from lockstep.run.script_places import NOTHING, attribute_of, attributes_of
 from lockstep.run.source_reads import ITEMS, Call, Path
 
 _Memo: Final = type(functools.lru_cache(int))
-is_script: Final = functools.lru_cache(maxsize=1024)(is_users)
 
 
 def of_script(function: object, bound: Argument | None) -> list[Callee]:
@@ -88,5 +89,50 @@ def sampling(source: object) -> Iterator[Callee]:
             waiting += (each for each in parts if is_of(each, Dataset) or called_by(each, ""))
 
 
+def scheduling(scheduler: object) -> Iterator[Callee]:
+    """The functions of the script by which a scheduler finds a learning rate."""
+    name = type(scheduler).__name__
+    yield from of_script(getattr(type(scheduler), "get_lr", None), Argument((), scheduler, name))
+    for part in attributes_of(scheduler).values():
+        for each in _items_in(part):
+            if callable(each):
+                yield from called_by(each, type(each).__name__)
+
+
 def _items_in(part: object) -> Iterable[object]:
     return part if isinstance(part, list | tuple) else (part,)
+
+
+def callees_of(context: Context, call: Call) -> list[Callee]:
+    """The functions of the script that a call runs, or may run."""
+    if several := objects_called(context, call):
+        running = [frame.f_code for frame in context.running]  # which are read with what they have
+        callees = [callee for value in several for callee in _called(value, type(value).__name__)]
+        return [callee for callee in callees if callee.function.__code__ not in running]
+    if len(call.function) != 1 or not isinstance(path := call.function[0], Path):
+        return []
+    value = unwrapped(context.value_of(path))
+    owner = context.value_of(path.owner) if path.attributes else NOTHING
+    if path.attributes[-1:] == ("apply",) and isinstance(owner, type) and issubclass(owner, Function):
+        return [c for name in ("forward", "backward") for c in of_script(attribute_of(owner, name), None)]
+    if isinstance(value, FunctionType):
+        if not path.attributes:
+            return of_script(value, None)
+        is_method = not is_of(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
+        return of_script(value, Argument((path.owner,), owner) if is_method else None)
+    return _called(value, path.text)
+
+
+def _called(value: object, text: str) -> list[Callee]:
+    """The functions of the script that a call of ``value`` runs, which the script calls ``text``."""
+    if isinstance(value, nn.Module):
+        named = [(f"{text}.{name}" if name else text, one) for name, one in value.named_modules()]
+        return [callee for name, one in named for callee in computing(one, name)]
+    if isinstance(value, type):
+        return of_script(getattr(value, "__init__", None), Argument((), NOTHING))
+    return called_by(value, type(value.__self__).__name__ if isinstance(value, MethodType) else text)
+
+
+def is_of_script(module: object) -> bool:
+    """Whether a module is the script itself, or a file beside it."""
+    return is_script(attributes_of(module).get("__file__") or "<frozen")

@@ -214,6 +214,13 @@ def _is_loop(function: Path) -> bool:
     return function.attributes[-1:] in ((ITEMS,), ("values",), ("items",))
 
 
+def runs_in_body(context: Context, call: Call) -> bool:
+    """Whether a body runs the function that is called, as it runs the one that calls."""
+    path = call.function[0] if call.function else None
+    is_next = isinstance(path, Path) and path.attributes[-1:] == (ITEMS,) and call.line == context.loop.first
+    return context.in_body and (not call.line or is_next or context.covers(call.line))
+
+
 def is_of(value: object, *kinds: type) -> bool:
     """Whether ``value`` is of a kind. Not `isinstance`, which asks the object itself: it may stand for another one."""
     return issubclass(type(value), kinds)

@@ -132,6 +132,8 @@ def attribute_of(value: object, name: str) -> object:
         found = vars(kind).get(name, NOTHING)
         if found is NOTHING:
             continue
+        if isinstance(found, functools.cached_property):
+            return None  # not made yet
         if isinstance(found, staticmethod | classmethod):
             return found.__func__
         if isinstance(found, (MemberDescriptorType, _FIELD)):
@@ -149,5 +151,11 @@ def _item_of(value: Any, key: object) -> object:
         return os.environ.get(str(key), NOTHING)
     if issubclass(kind, dict):
         return dict.get(value, key, NOTHING)
+    if issubclass(kind, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        parts = vars(value)["_modules"]
+        names = list(parts)
+        if isinstance(key, int):
+            return parts[names[key]] if -len(names) <= key < len(names) else NOTHING
+        return parts.get(key, NOTHING)
     is_there = issubclass(kind, list | tuple | deque) and isinstance(key, int) and key < len(value)
     return value[key] if is_there and kind in (list, tuple, deque) else NOTHING

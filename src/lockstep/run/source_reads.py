@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Final, NamedTuple
 
+from lockstep.run.loop_variables import fresh_variables, stored
+
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
@@ -57,6 +59,7 @@ class Call(NamedTuple):
     is_starred: bool  #: has `*arguments`
     line: int
     certain: int = 0  #: how many stand before the first `*arguments`
+    attribute: str = ""  #: of the object that it makes, only this is read; "": all of it
 
     @property
     def every(self) -> tuple[Read, ...]:
@@ -291,8 +294,8 @@ class _Reader:
     def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
         before, self._loops = self._loops, (*self._loops, len(self.reads.exits))
         self.reads.exits.append([])
-        items = frozenset() if isinstance(node, ast.While) else frozenset(_stored([node.target]))
-        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, _fresh(node), items))
+        items = frozenset() if isinstance(node, ast.While) else frozenset(stored([node.target]))
+        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, fresh_variables(node), items))
         self._under(read, body)
         self._loops = before
 
@@ -432,7 +435,7 @@ class _Reader:
         read = [one for part in parts for one in self._items_of(part.iter)]
         for expression in (*(test for part in parts for test in part.ifs), *results):
             read += self.expression(expression)
-        own = _stored([part.target for part in parts])
+        own = stored([part.target for part in parts])
         return [one for one in read if not (isinstance(one, Path) and one.root in own)]
 
     def _call(self, node: ast.Call) -> Call:
@@ -527,79 +530,3 @@ def _within(node: ast.AST) -> Iterator[ast.AST]:
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield child
             yield from _within(child)
-
-
-def _fresh(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
-    targets = _stored([node.target]) if not isinstance(node, ast.While) else set()
-    exposed, _ = _exposed(node.body, targets)
-    return frozenset((_stored(node.body) | targets) - exposed)
-
-
-def _stored(nodes: Iterable[ast.AST]) -> set[str]:
-    names = (name for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name))
-    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
-
-
-def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Name):
-            found |= set() if isinstance(node.ctx, ast.Store) else {node.id}
-        elif node is not None:
-            parts = getattr(node, "generators", ())  # of a comprehension, whose variables are its own
-            found |= _loaded(ast.iter_child_nodes(node)) - _stored(part.target for part in parts)
-    return found
-
-
-def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str], set[str] | None]:
-    """The variables that statements read before they set them, and those that are set after them.
-
-    Args:
-        statements: in their order.
-        given: variables that are set before.
-
-    Returns:
-        Both; None for the second where the statements are always left by `continue` or the like.
-    """
-    exposed: set[str] = set()
-    done = set(given)
-    for node in statements:
-        blocks: list[Sequence[ast.stmt]] = []  # of which one is gone through
-        match node:
-            case ast.Assign(value=value) | ast.AnnAssign(value=value):
-                exposed |= _loaded([node]) - done
-                done |= _stored([node]) if value is not None else set()
-            case ast.AugAssign(target=target):
-                exposed |= (_loaded([node]) | _stored([target])) - done
-                done |= _stored([target])
-            case ast.If(test=test, body=body, orelse=orelse):
-                exposed |= _loaded([test]) - done
-                blocks = [body, orelse]
-            case ast.Match(subject=subject, cases=cases):
-                exposed |= _loaded([subject]) - done
-                blocks = [*(case.body for case in cases), []]
-            case ast.For(target=target, iter=items) | ast.AsyncFor(target=target, iter=items):
-                exposed |= _loaded([items]) - done
-                exposed |= _exposed(node.body, done | _stored([target]))[0] | _exposed(node.orelse, done)[0]
-            case ast.While(test=test, body=body, orelse=orelse):
-                exposed |= (_loaded([test]) - done) | _exposed(body, done)[0] | _exposed(orelse, done)[0]
-            case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
-                exposed |= _loaded(one.context_expr for one in managers) - done
-                done |= _stored(one.optional_vars for one in managers if one.optional_vars is not None)
-                inner, after = _exposed(body, done)
-                exposed, done = exposed | inner, done | (after or set())
-            case ast.Try() | ast.TryStar():
-                blocks = [[*node.body, *node.orelse], *(handler.body for handler in node.handlers)]
-            case ast.Break() | ast.Continue() | ast.Return() | ast.Raise():
-                return exposed | (_loaded([node]) - done), None
-            case _:
-                exposed |= _loaded([node]) - done
-                done |= _stored([node])
-        ways = [_exposed(block, done) for block in blocks]
-        exposed |= {name for inner, _ in ways for name in inner}
-        ends = [after for _, after in ways if after is not None]
-        if ends:
-            done = set.intersection(*ends)
-        if isinstance(node, ast.Try | ast.TryStar):
-            exposed |= _exposed(node.finalbody, done)[0]
-    return exposed, done

@@ -27,29 +27,26 @@ from typing import Final
 import numpy as np
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items
-from lockstep.run.decided_tests import changed_names
-from lockstep.run.dispatched_calls import dispatched
+from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items, reached_values
+from lockstep.run.decided_tests import unsettled_names
 from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
 from lockstep.run.opaque_reads import opaque_read
 from lockstep.run.reachable import BUILTIN_METHODS, script_frames
 from lockstep.run.script_callees import (
-    called_by,
-    computing,
+    callees_of,
     is_memo,
-    is_script,
+    is_of_script,
     is_torchs_change,
     of_script,
     sampling,
-    unwrapped,
+    scheduling,
 )
-from lockstep.run.script_functions import Argument, Callee, Context, bind, is_of, is_ours, is_run
-from lockstep.run.script_places import NOTHING, Place, attribute_of, attributes_of, variable_at
+from lockstep.run.script_functions import Argument, Callee, Context, bind, is_of, is_ours, is_run, runs_in_body
+from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
 from lockstep.run.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -83,8 +80,7 @@ _NOTED: Final = {"step", "write", "exit"}  # what each body computes, and each t
 def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     """What the script computes its training from, whose functions are running from ``frame`` outward.
 
-    Raises nothing: where its source is such that it cannot be read, nothing is known, and `TrainingInputs.failed` says
-    why.
+    Raises nothing: where the source cannot be read, nothing is known, and `TrainingInputs.failed` says why.
     """
     follower = _Follower(state)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
@@ -92,7 +88,7 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     is_body = True
     try:
         frames = script_frames(frame)
-        unsettled = frozenset().union(*(_unsettled(script) for script in frames))
+        unsettled = frozenset().union(*(unsettled_names(script) for script in frames))
         for script in frames:
             reads = reads_of(script.f_code)
             context = Context(
@@ -149,6 +145,7 @@ class _Follower:
         self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors)}
         self.changes: Final = BodyChanges()
         self._sources: Final = state.sample_sources
+        self._schedulers: Final = schedulers
         self._left: int = _MOST
         self._running: Final[list[_Key]] = []
         self._giving_nothing: Final[set[_Key]] = set()
@@ -200,7 +197,7 @@ class _Follower:
         elif seeds:
             reads = (read for name, part in call.keywords if name in seeds for read in part)
             yield Given("seed", seeds[0], where, tuple(reads))
-        callees = self._callees(context, call)
+        callees = callees_of(context, call)
         is_module = isinstance(path, Path) and is_of(context.value_of(path), nn.Module)
         writes = id(owner) in self.trained or (
             is_torchs_change(context, call) and self._is_given_trained(context, call)
@@ -270,12 +267,15 @@ class _Follower:
     def take_samples(self, context: Context) -> None:
         """Note what samples are computed from, which data sets and functions make that loaders were given.
 
-        So do the modes of torch that the script has, which change what its functions compute.
+        The same of learning rates, and of what modes of torch compute that the script has.
         """
         given, nothing = Given("step", _SAMPLE, ""), Call((), (), (), False, 0)
         for source in self._sources:
             for callee in sampling(source):
                 self._take_returned(context, nothing, callee, given, [], samples=True)
+        rates = Given("step", "a learning rate", "")
+        for callee in (callee for scheduler in self._schedulers for callee in scheduling(scheduler)):
+            self._take_returned(context, nothing, callee, rates, [])
         for name, value in context.held.items():
             if is_of(value, TorchFunctionMode, TorchDispatchMode):
                 under = Given("step", f"what torch computes under {name}", "")
@@ -297,8 +297,10 @@ class _Follower:
         followed: list[Read] = []
         if path == WORLD_SIZE:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
-        if self._is_set_here(context, path.root):
-            followed += context.reads.set_from.get(path.root, ())
+        if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
+            made = context.reads.set_from.get(path.root, ())
+            attribute = path.attributes[0] if path.attributes else ""
+            followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
             root = context.value_of(Path(path.root))
             if path.root not in context.arguments and (root is NOTHING or is_of(root, *_FILLED)):
                 followed += context.reads.filled_from.get(path.root, ())
@@ -319,16 +321,13 @@ class _Follower:
             followed += self._of_call(context, Call((path,), (), (), True, 0), given, outward)
         return followed
 
-    def _is_set_here(self, context: Context, name: str) -> bool:
-        return context.is_local(name) or name in context.reads.outer or not context.is_function
-
     def _of_call(self, context: Context, call: Call, given: Given, outward: list[Read] | None) -> list[Read]:
         """What the value of a call is computed from, in terms of the function that calls."""
         every = call.every
         path = call.function[0] if len(call.function) == 1 else None
         if not isinstance(path, Path):
             inner: list[Read] = []
-            for callee in self._callees(context, call):
+            for callee in callees_of(context, call):
                 self._take_returned(context, call, callee, given, inner)
             return [*inner, *call.function, *every]
         owner = context.value_of(path.owner) if path.attributes else NOTHING
@@ -341,7 +340,7 @@ class _Follower:
         if path.text == "len" and any(self._is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
         followed: list[Read] = []
-        known = [self._take_returned(context, call, one, given, followed) for one in self._callees(context, call)]
+        known = [self._take_returned(context, call, one, given, followed) for one in callees_of(context, call)]
         value = context.value_of(path)
         if given.kind in _NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
@@ -359,7 +358,7 @@ class _Follower:
     def _computes_by_model(self, context: Context, path: Path) -> bool:
         """Whether a function of the script calls a model that learns."""
         call = Call((path,), (), (), True, 0)
-        for callee in self._callees(context, call):
+        for callee in callees_of(context, call):
             if (inner := self._enter(context, call, callee)) is not None:
                 self._running.pop()
                 called = (
@@ -395,7 +394,7 @@ class _Follower:
             return [path.owner]
         for name in ("__next__", ITEMS):  # the second one returns the object itself where there is the first
             method = call._replace(function=(Path(path.root, (*path.attributes[:-1], name)),))
-            if callees := self._callees(context, method):
+            if callees := callees_of(context, method):
                 for callee in callees:
                     self._take_returned(context, method, callee, given, followed)
                 break
@@ -459,40 +458,19 @@ class _Follower:
         for key, (place, what) in self.found.places.items():
             if self.changes.makes_anew(place):
                 self.found.anew.add(key)
-            elif self.changes.makes_when_needed(place):
+            elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):
                 self.found.when_needed.add(key)
             elif line := self.changes.line_of(place):
                 self._note_carried(
                     f"{place.text}, which {what} is computed from, is changed in line {line} from what it was"
                 )
 
+    def _is_made_of_trained(self, place: Place) -> bool:
+        """Whether what bodies make when it is needed is of weights as they were then, which do not come again."""
+        made = self.changes.reads_at(place)
+        return any(id(value) in self.trained for context, reads in made for value in reached_values(context, reads))
+
     # ---- calls -------------------------------------------------------------------------------------------------
-
-    def _callees(self, context: Context, call: Call) -> list[Callee]:
-        """The functions of the script that a call runs, or may run."""
-        if several := dispatched(context, call):
-            return [callee for value in several for callee in self._called(value, type(value).__name__)]
-        if len(call.function) != 1 or not isinstance(path := call.function[0], Path):
-            return []
-        value = unwrapped(context.value_of(path))
-        owner = context.value_of(path.owner) if path.attributes else NOTHING
-        if path.attributes[-1:] == ("apply",) and isinstance(owner, type) and issubclass(owner, Function):
-            return [c for name in ("forward", "backward") for c in of_script(attribute_of(owner, name), None)]
-        if isinstance(value, FunctionType):
-            if not path.attributes:
-                return of_script(value, None)
-            is_method = not is_of(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
-            return of_script(value, Argument((path.owner,), owner) if is_method else None)
-        return self._called(value, path.text)
-
-    def _called(self, value: object, text: str) -> list[Callee]:
-        """The functions of the script that a call of ``value`` runs, which the script calls ``text``."""
-        if isinstance(value, nn.Module):
-            named = [(f"{text}.{name}" if name else text, one) for name, one in value.named_modules()]
-            return [callee for name, one in named for callee in computing(one, name)]
-        if isinstance(value, type):
-            return of_script(getattr(value, "__init__", None), Argument((), NOTHING))
-        return called_by(value, type(value.__self__).__name__ if isinstance(value, MethodType) else text)
 
     def _enter(self, context: Context, call: Call, callee: Callee, *, samples: bool = False) -> Context | None:
         """The function that is called, with what its parameters stand for; None where it is to be left alone."""
@@ -501,8 +479,9 @@ class _Follower:
         if reads is None or context.depth >= _DEEPEST:
             return None
         arguments = bind(context, call, callee, reads)
-        use = next((one for one in context.reads.uses if one.line == call.line and one.read == call), None)
-        in_body = samples or (_runs_in_body(context, call) and not (use and asks_step(context, use.conditions)))
+        whole = call._replace(attribute="")
+        use = next((one for one in context.reads.uses if one.line == call.line and one.read == whole), None)
+        in_body = samples or (runs_in_body(context, call) and not (use and asks_step(context, use.conditions)))
         key = function.__code__, tuple(id(one.value) for one in arguments.values()), in_body
         if key in self._running:
             return None
@@ -518,7 +497,7 @@ class _Follower:
             depth=context.depth + 1,
             in_body=in_body,
             running=context.running,
-            unsettled=context.unsettled | changed_names(function.__code__.co_filename),
+            unsettled=context.unsettled,
             # Samples are read before the body, so that two bodies show no difference.
             sometimes=samples or context.sometimes or (use is not None and use.sometimes),
         )
@@ -534,10 +513,12 @@ class _Follower:
             if is_run(value):
                 if name in _OF_RANKS:
                     self.found.ranks.append(RankUse(given, f"run.{name}"))
+                if name == "progress" and given.what == _SAMPLE:
+                    self._note_carried(f"{_SAMPLE} is computed from run.progress, and is made before its step begins")
                 return
             if is_ours(value):
                 return
-            if is_of(value, ModuleType) and name != "environ" and not _is_of_script(value):
+            if is_of(value, ModuleType) and name != "environ" and not is_of_script(value):
                 return
             if id(value) in self.trained and not is_of(value, nn.Module):
                 return  # an option of an optimizer, or its state
@@ -555,12 +536,36 @@ class _Follower:
                     return
                 place = place._replace(attributes=place.attributes[:number], text=text)
                 break
+            maker = None if following is not None else inspect.getattr_static(type(value), name, None)
+            if isinstance(maker, functools.cached_property):
+                self._take_made(context, place, number, Argument((), value, ""), maker, given)
+                return
             owner, value = value, following
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
         if given.kind in _NOTED and not is_known:
             self.found.note(place, given.what)
+
+    def _take_made(
+        self,
+        context: Context,
+        place: Place,
+        number: int,
+        owner: Argument,
+        maker: functools.cached_property[object],
+        given: Given,
+    ) -> None:
+        """Note what a property is made from when it is needed first; the property itself, if that is weights."""
+        text = place.text.removesuffix(Path("", place.attributes[number:]).text)
+        call = Call((), (), (), False, 0)
+        for callee in of_script(maker.func, owner._replace(text=text)):
+            self._take_returned(context, call, callee, given, [])
+            inner = self._enter(context, call, callee)
+            if inner is not None:
+                self._running.pop()
+                if any(id(value) in self.trained for value in reached_values(inner, inner.reads.returned)):
+                    self.found.note(place._replace(attributes=place.attributes[: number + 1]), given.what)
 
     def _take_returned(
         self,
@@ -580,31 +585,14 @@ class _Follower:
         if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
             # The value is the object, with all that this sets.
             own = inner.reads.parameters.args[0].arg
-            sets = (change for change in inner.reads.changes if change.path.root == own and change.path.attributes)
+            sets = [change for change in inner.reads.changes if change.path.root == own and change.path.attributes]
+            sets = [change for change in sets if change.path.attributes[0] == call.attribute] or sets
             reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
         self.take(inner, given._replace(reads=reads), outward)
         self._running.pop()
         return True
 
 
-def _is_of_script(module: object) -> bool:
-    return is_script(attributes_of(module).get("__file__") or "<frozen")
-
-
-def _unsettled(frame: FrameType) -> frozenset[str]:
-    """The names of variables and attributes that a function which is running may still change."""
-    reads = reads_of(frame.f_code) or Reads()
-    changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
-    names = (name for path in changes for name in (path.attributes or (path.root,))[-1:])
-    return changed_names(frame.f_code.co_filename).union(names)
-
-
 def _is_registered(module: object, name: str) -> bool:
     """Whether a module has a parameter or a buffer of this name."""
     return is_of(module, nn.Module) and any(name in vars(module)[part] for part in ("_parameters", "_buffers"))
-
-
-def _runs_in_body(context: Context, call: Call) -> bool:
-    path = call.function[0] if call.function else None
-    is_next = isinstance(path, Path) and path.attributes[-1:] == (ITEMS,) and call.line == context.loop.first
-    return context.in_body and (not call.line or is_next or context.covers(call.line))

@@ -27,8 +27,8 @@ _HAND_ON: Final = {"list", "tuple", "set", "dict", "sorted", "reversed", "zip", 
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 
 
-def dispatched(context: Context, call: Call) -> list[object]:
-    """The functions that ``call`` may run; nothing where it calls a function that is known by its name."""
+def objects_called(context: Context, call: Call) -> list[object]:
+    """The objects that ``call`` may call; nothing where it calls a function that is known by its name."""
     match call.function:
         case (Path(root=root) as path,) if not context.is_loop_variable(root) and (
             path.attributes or context.value_of(path) is not NOTHING
