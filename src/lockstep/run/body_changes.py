@@ -113,15 +113,17 @@ class BodyChanges:
         seen = self._seen.get(place.slot, ())
         return bool(seen) and all(one.when_needed for one in seen)
 
-    def line_of(self, place: Place) -> int:
-        """The line by which some bodies, but not all, change a place from what it was; 0 for none.
+    def line_of(self, place: Place, *, always: bool) -> int:
+        """The line by which bodies change a place from what it was; 0 for none.
 
-        What all of them change shows when two are compared.
+        Args:
+            place: of the script.
+            always: whether also a line counts that all bodies run, which shows when two are compared.
         """
         seen = self._seen.get(place.slot, ())
         if any(not (one.from_itself or one.when_needed) for one in seen):
             return 0
-        return next((one.line for one in seen if one.from_itself and one.sometimes), 0)
+        return next((one.line for one in seen if one.from_itself and (always or one.sometimes)), 0)
 
 
 def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:

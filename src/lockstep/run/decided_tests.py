@@ -12,11 +12,10 @@ import functools
 import operator
 import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
 from lockstep.heartbeat import is_users
-from lockstep.run.source_reads import Path, Reads, nodes_of, path_of, reads_of
+from lockstep.run.source_reads import Path, nodes_of, path_of
 
 UNKNOWN: Final = object()
 #: Whether a file is the script's own, or of a module beside it.
@@ -35,15 +34,7 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 }
 
 
-def unsettled_names(frame: FrameType) -> frozenset[str]:
-    """The names of variables and attributes that a function which is running may still change."""
-    reads = reads_of(frame.f_code) or Reads()
-    changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
-    names = (name for path in changes for name in (path.attributes or (path.root,))[-1:])
-    return _changed_names().union(names)
-
-
-def _changed_names() -> frozenset[str]:
+def changed_names() -> frozenset[str]:
     """The attributes that functions of the script's files set, but for those that make an object; and their globals."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return _changed_in(frozenset(file for file in files if file and is_script(file)))

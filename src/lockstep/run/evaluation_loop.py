@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Generator, Iterator
+from types import CodeType
 from typing import Final
 
 import torch
@@ -13,7 +15,9 @@ from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import UsageError
 from lockstep.run.end_of_step import EndOfStep
 from lockstep.run.evaluation_buffers import EvaluationBuffers
+from lockstep.run.evaluation_reads import carried_between_batches
 from lockstep.run.loaders import Loaders
+from lockstep.run.reachable import script_frames
 from lockstep.run.setup import RunContext
 from lockstep.run.snapshot import RunSnapshot
 from lockstep.run.start import TrainingStart
@@ -46,6 +50,7 @@ class EvaluationLoop:
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
         self._said_put_back = False  # of buffers that moved in an evaluation
+        self._read: Final[set[CodeType]] = set()  # the functions that evaluate
 
     def evaluate(self, data_loader: TorchLoader) -> Generator[Data]:
         """The micro-batches of this rank, each sample once over all ranks; then metrics are reduced. Collective."""
@@ -127,7 +132,9 @@ class EvaluationLoop:
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
         with context.strategy.evaluating(), self._buffers() as buffers:
-            for at, data in self._loaders.evaluation(loader):
+            for number, (at, data) in enumerate(self._loaders.evaluation(loader)):
+                if number == 0:
+                    self._require_batches_apart()
                 self._metrics.hand_out(at)
                 seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.set_phase("evaluate")
@@ -138,6 +145,19 @@ class EvaluationLoop:
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
                     break
+
+    def _require_batches_apart(self) -> None:
+        """Check by the source, once for each function, that no measured value depends on another batch."""
+        frames = script_frames(sys._getframe())[:1] if self._context.settings.replay else []
+        if not frames or frames[0].f_code in self._read:
+            return
+        self._read.add(frames[0].f_code)
+        if carried := carried_between_batches(frames[0], self._state):
+            raise UsageError(
+                f"in the loop over run.evaluate(...), {carried}: by this rank's batches, and other numbers of ranks "
+                "have others. Measure each batch by itself; collect what is needed of all in a list, and give that to "
+                "run.gather(...) after the loop. Run(replay=False) leaves this check out"
+            )
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[EvaluationBuffers]:

@@ -9,15 +9,15 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
-from lockstep.run.decided_tests import UNKNOWN, value_of_test
-from lockstep.run.reachable import variables_of
+from lockstep.run.decided_tests import UNKNOWN, changed_names, value_of_test
+from lockstep.run.reachable import script_frames, variables_of
 from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text
+from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text, reads_of
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 
@@ -55,6 +55,12 @@ class Context:
     def held(self) -> dict[str, Any]:
         """The variables of a function that is running."""
         return {} if self.frame is None else variables_of(self.frame)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a function that runs stands between a loop and its items: a generator, or a method that takes one."""
+        line = 0 if self.frame is None else self.frame.f_lineno
+        return bool(self.code.co_flags & inspect.CO_GENERATOR) or not self.reads.loop_at(line).first
 
     @property
     def is_function(self) -> bool:
@@ -161,6 +167,23 @@ class Context:
                 items = self.value_of(path.owner)
                 return items[0] if isinstance(items, list | tuple) and items else NOTHING
         return NOTHING
+
+
+def running_functions(frame: FrameType | None) -> Iterator[Context]:
+    """The functions of the script that are running, from ``frame`` outward."""
+    frames = tuple(script_frames(frame))
+    unsettled = frozenset().union(*map(_unsettled_names, frames))
+    for script in frames:
+        reads = reads_of(script.f_code) or Reads()
+        yield Context(script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames)
+
+
+def _unsettled_names(frame: FrameType) -> frozenset[str]:
+    """The names of variables and attributes that a function which is running may still change."""
+    reads = reads_of(frame.f_code) or Reads()
+    changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
+    names = (name for path in changes for name in (path.attributes or (path.root,))[-1:])
+    return changed_names().union(names)
 
 
 @functools.lru_cache(maxsize=256)

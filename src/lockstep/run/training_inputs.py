@@ -19,7 +19,7 @@ import builtins
 import functools
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final
@@ -31,11 +31,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items, reached_values
-from lockstep.run.decided_tests import unsettled_names
 from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
 from lockstep.run.opaque_reads import opaque_read
-from lockstep.run.reachable import BUILTIN_METHODS, script_frames
+from lockstep.run.reachable import BUILTIN_METHODS
 from lockstep.run.script_callees import (
     callees_of,
     is_memo,
@@ -45,7 +44,17 @@ from lockstep.run.script_callees import (
     sampling,
     scheduling,
 )
-from lockstep.run.script_functions import Argument, Callee, Context, bind, is_of, is_ours, is_run, runs_in_body
+from lockstep.run.script_functions import (
+    Argument,
+    Callee,
+    Context,
+    bind,
+    is_of,
+    is_ours,
+    is_run,
+    running_functions,
+    runs_in_body,
+)
 from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
 from lockstep.run.source_reads import (
     ITEMS,
@@ -55,7 +64,6 @@ from lockstep.run.source_reads import (
     Counted,
     Path,
     Read,
-    Reads,
     Text,
     is_key,
     reads_of,
@@ -65,9 +73,7 @@ from lockstep.run.state import State
 _DEEPEST: Final = 12  # calls within calls
 _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
-#: The methods of `Run` that take what is computed, and what a training is made of. Of a loader, how samples are read
-#: changes no result.
-_STEPS: Final = {"step", "backward", "update"}
+#: The methods of `Run` that take what a training is made of. Of a loader, how samples are read changes no result.
 _REGISTERS: Final = {"optimizer", "scheduler"}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
@@ -82,32 +88,17 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
 
     Raises nothing: where the source cannot be read, nothing is known, and `TrainingInputs.failed` says why.
     """
-    follower = _Follower(state)
+    follower = InputFollower(state)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     follower.found.skip |= {*follower.trained, *map(id, kept)}
     is_body = True
     try:
-        frames = script_frames(frame)
-        unsettled = frozenset().union(*(unsettled_names(script) for script in frames))
-        for script in frames:
-            reads = reads_of(script.f_code)
-            context = Context(
-                script.f_code,
-                reads or Reads(),
-                script.f_globals,
-                frame=script,
-                in_body=is_body,
-                unsettled=unsettled,
-                running=tuple(frames),
-            )
+        for context in running_functions(frame):
+            context.in_body = is_body
             follower.changes.enter(context)
             given = follower.given(context)
-            # A generator, or a method that takes a micro-batch, stands between the loop and its micro-batches.
-            is_between = (
-                script.f_code.co_flags & inspect.CO_GENERATOR or not context.reads.loop_at(script.f_lineno).first
-            )
-            if is_body and is_between:
-                what = f"what {script.f_code.co_name} hands on"
+            if is_body and context.is_between:
+                what = f"what {context.code.co_name} hands on"
                 given.append(Given("step", what, "", tuple(context.reads.returned)))
             for each in given:
                 follower.take(context, each)
@@ -115,7 +106,7 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
                 follower.take_samples(context)
                 follower.note_attributes(state.models)
                 follower.find_carried(context)
-            is_body = is_body and bool(is_between)
+            is_body = is_body and context.is_between
         follower.follow_changes()
         follower.find_carried_within()
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
@@ -131,10 +122,16 @@ _Key = tuple[CodeType, tuple[int, ...], bool]
 """A function, the objects that it is called with, and whether a body does that."""
 
 
-class _Follower:
-    """Goes from what is given to the run back to the places it is computed from."""
+class InputFollower:
+    """Goes from what is given to the run back to the places it is computed from.
 
-    def __init__(self, state: State) -> None:
+    Args:
+        state: of the run.
+        steps: the methods of `Run` that are given it.
+    """
+
+    def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
+        self._steps: Final = steps
         self.found: Final = TrainingInputs()
         modules = [module for model in state.models for module in model.modules()]
         groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
@@ -182,7 +179,7 @@ class _Follower:
         owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
         what = f"{path.text}(...)" if isinstance(path, Path) else ""
         if is_run(owner):
-            if method in _STEPS:
+            if method in self._steps:
                 yield Given("step", what, where, (*call.every, *conditions))
             elif method in _REGISTERS:
                 yield Given("registered", what, where, call.every)
@@ -453,14 +450,14 @@ class _Follower:
                 self.take(context, Given("step", what, "", reads))
             waiting += self.found.places.keys() - known
 
-    def find_carried_within(self) -> None:
-        """The same of what functions change that a body calls: where only some bodies do so."""
+    def find_carried_within(self, *, always: bool = False) -> None:
+        """The same of what functions change that a body calls: where only some bodies do so, or ``always``."""
         for key, (place, what) in self.found.places.items():
             if self.changes.makes_anew(place):
                 self.found.anew.add(key)
             elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):
                 self.found.when_needed.add(key)
-            elif line := self.changes.line_of(place):
+            elif line := self.changes.line_of(place, always=always):
                 self._note_carried(
                     f"{place.text}, which {what} is computed from, is changed in line {line} from what it was"
                 )
