@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_by_name():
                 (refused,),
                 (refused, "ddp", "fp16"),
                 (refused, "ddp", "fp32", True),
-                *((refused, s) for s in ("zero", "fsdp", "local-sgd", "ddp:compress=fp16", "auto", "parameter-server")),
+                *((refused, s) for s in ("zero", "fsdp", "local-sgd", "ddp:compress=fp16", "parameter-server")),
                 (differentiated_twice,),
             ],
         )

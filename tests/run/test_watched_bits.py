@@ -192,7 +192,7 @@ def test_formats_are_those_with_which_the_training_began(change, name, odd, tmp_
     [
         (to_eval, "the training mode of models.0, as the loop over run.train(...) was left, on rank 1"),
         (no_dropout, "models.0.drop.p, as the loop over run.train(...) was left, on rank 1"),
-        (unscaled, "models.0.scale on rank 1"),
+        (unscaled, "model.scale, which run.step(...) is computed from, on rank 1"),
     ],
 )
 def test_modules_that_are_set_otherwise_on_one_rank_are_found(change, name):

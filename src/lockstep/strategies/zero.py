@@ -64,6 +64,7 @@ class Zero(DelegatingStrategy):
     can_update_trainable = True
     repeats_step = False  # an optimizer's closure would see the parameters that this rank steps, and no others
     update_share = UpdateShare(has_gradients=True)
+    check_optimizer = Strategy.check_optimizer  # by this strategy's own part of the state
 
     def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
         self.assignment = ReplicaAssignment(group.rank, group.size)
