@@ -1,7 +1,9 @@
 """Files that are whole or not there: of several writers, of one that fails, and of one that is killed."""
 
+import errno
 import os
 import signal
+import stat
 import threading
 
 import pytest
@@ -26,6 +28,19 @@ def test_what_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path):
         replace_text(path, "half \ud800")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["a.json"]
+
+
+def test_a_file_system_that_cannot_flush_names_is_no_failure(tmp_path, monkeypatch):
+    flush = os.fsync
+
+    def refuse_directories(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse_directories)
+    replace_text(tmp_path / "a.json", "text", durable=True)
+    assert (tmp_path / "a.json").read_text() == "text"
 
 
 def test_no_file_comes_of_a_directory_that_is_gone(tmp_path):

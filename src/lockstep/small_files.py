@@ -1,4 +1,4 @@
-"""Small files that are there whole or not at all, whoever reads them or is killed in between.
+"""Small files that are there whole or not at all, also for a reader, and after a kill, in between.
 
 path      old ─────────────────────┬──► new       what is beside it takes its place in one act
 beside it     written, [flushed] ──┘
@@ -7,6 +7,7 @@ beside it     written, [flushed] ──┘
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ def replacement(path: Path, *, durable: bool = False) -> Iterator[Path]:
     with _written(path, durable=durable) as beside:
         yield beside
         if durable:
-            flush(beside)
+            _flush(beside)
         beside.replace(path)
 
 
@@ -51,7 +52,7 @@ def create_text(path: Path, text: str, *, durable: bool = False) -> bool:
     with _written(path, durable=durable) as beside:
         beside.write_text(text, encoding="utf-8")
         if durable:
-            flush(beside)
+            _flush(beside)
         try:
             # A link is made by one only, also on NFS, and shows the whole content at once.
             os.link(beside, path)
@@ -60,8 +61,17 @@ def create_text(path: Path, text: str, *, durable: bool = False) -> bool:
     return True
 
 
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a directory, to the disk."""
+def flush_names(directory: Path) -> None:
+    """Flush the names in a directory to the disk."""
+    try:
+        _flush(directory)
+    except OSError as error:
+        # Some network file systems have no such call: they keep names durable by themselves, or not at all.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,4 +88,4 @@ def _written(path: Path, *, durable: bool) -> Iterator[Path]:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
     if durable:
-        flush(path.parent)
+        flush_names(path.parent)

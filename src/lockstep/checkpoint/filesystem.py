@@ -6,7 +6,6 @@ operation that changes something is one system call.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import stat
@@ -16,6 +15,7 @@ from typing import Protocol
 from typing_extensions import override
 
 from lockstep.records import open_regular
+from lockstep.small_files import flush_names
 
 
 class FileSystem(Protocol):
@@ -108,15 +108,7 @@ class LocalFileSystem(FileSystem):
 
     @override
     def sync_directory(self, path: Path) -> None:
-        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        except OSError as error:
-            # Some network file systems have no such call: they keep names durable by themselves, or not at all.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        finally:
-            os.close(directory)
+        flush_names(path)
 
     @override
     def names(self, path: Path) -> list[str]:

@@ -26,7 +26,8 @@ run_checkpoints      resume, save, stop with a checkpoint
 resume_proof         the first step after a resume is the one that followed the checkpoint; script_state: so is what
                      variables of the script hold
 training_inputs      what training is computed from, by the source (source_reads); shared_inputs: the same on all
-                     ranks; body_changes: what a body makes from itself; rank_reads: what depends on the number of ranks
+                     ranks; evaluation_reads: the same of measured values; body_changes: what a body makes from itself;
+                     rank_reads: what depends on the number of ranks
 resume_point         whether this rank still holds the state of the last finished step
 emergency            what ranks leave when another one dies; emergency_files: where; emergency_choice: which is used
 measures_journal     what one rank alone has measured, for that case

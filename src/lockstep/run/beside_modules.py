@@ -1,7 +1,8 @@
 """Models of the script beside those of the run, whose buffers the loop's body moves, as BatchNorm of a teacher does.
 
 a body in the loop of run.train     each rank moves them by its own micro-batches; a replay of one moves nothing
-run.evaluate, on several ranks      to compute with them is refused: ranks hold different ones
+the same loop, in eval mode         to compute with what bodies have moved is refused: ranks hold different ones
+run.evaluate, on several ranks      so it is there
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,7 +36,7 @@ class BesideModules:
         self._kept: Final = kept
         self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
         self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
-        self._hook: RemovableHandle | None = None  # while a loop is in a body
+        self._hook: RemovableHandle | None = None  # within the loop, once a body has moved some
 
     def begin_replay(self) -> None:
         """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
@@ -57,7 +59,8 @@ class BesideModules:
     def _watch(self) -> None:
         """From now on the body computes nothing with what it has moved."""
         if self._moved and self._hook is None:
-            self._hook = register_module_forward_pre_hook(self._refuse_in_body)
+            refuse = partial(self._refuse, where="eval mode in the loop of run.train(...)")
+            self._hook = register_module_forward_pre_hook(refuse)
 
     def forget(self) -> None:
         """The loop is left, in a replay perhaps: what its body has moved stays, as it was moved once."""
@@ -97,6 +100,3 @@ class BesideModules:
                 f"run.model({model}), which keeps buffers alike on all ranks and in checkpoints; or call "
                 f"{model}.eval() before the loop, if these are not to move"
             )
-
-    def _refuse_in_body(self, module: nn.Module, inputs: Any) -> None:
-        self._refuse(module, inputs, "eval mode in the loop of run.train(...)")

@@ -57,9 +57,7 @@ class BodyChanges:
             if (place := context.place_of(change.path)) is not None:
                 reads = (*change.value, *change.conditions)
                 self._reads.setdefault(place.slot, []).append((context, reads))
-            if not context.covers(change.line):
-                continue
-            if asks_step(context, change.conditions):
+            if not context.covers(change.line) or asks_step(context, change.conditions):
                 continue
             from_itself = _is_made_of(context, change.value, change.path)
             when_needed = not from_itself and _leads_to(context, change.conditions, change.path)

@@ -50,7 +50,7 @@ class EvaluationLoop:
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
         self._said_put_back = False  # of buffers that moved in an evaluation
-        self._read: Final[set[CodeType]] = set()  # the functions that evaluate
+        self._read: Final[set[tuple[CodeType, ...]]] = set()  # the functions that were running at a loop
 
     def evaluate(self, data_loader: TorchLoader) -> Generator[Data]:
         """The micro-batches of this rank, each sample once over all ranks; then metrics are reduced. Collective."""
@@ -147,12 +147,14 @@ class EvaluationLoop:
                     break
 
     def _require_batches_apart(self) -> None:
-        """Check by the source, once for each function, that no measured value depends on another batch."""
-        frames = script_frames(sys._getframe())[:1] if self._context.settings.replay else []
-        if not frames or frames[0].f_code in self._read:
+        """Check by the source, once for each way to a loop, that no measured value depends on another batch."""
+        if not self._context.settings.replay:
             return
-        self._read.add(frames[0].f_code)
-        if carried := carried_between_batches(frames[0], self._state):
+        codes = tuple(frame.f_code for frame in script_frames(sys._getframe()))
+        if codes in self._read:
+            return
+        self._read.add(codes)
+        if carried := carried_between_batches(sys._getframe(), self._state):
             raise UsageError(
                 f"in the loop over run.evaluate(...), {carried}: by this rank's batches, and other numbers of ranks "
                 "have others. Measure each batch by itself; collect what is needed of all in a list, and give that to "

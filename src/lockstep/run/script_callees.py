@@ -95,8 +95,7 @@ def scheduling(scheduler: object) -> Iterator[Callee]:
     yield from of_script(getattr(type(scheduler), "get_lr", None), Argument((), scheduler, name))
     for part in attributes_of(scheduler).values():
         for each in _items_in(part):
-            if callable(each):
-                yield from called_by(each, type(each).__name__)
+            yield from called_by(each, type(each).__name__)
 
 
 def _items_in(part: object) -> Iterable[object]:

@@ -172,18 +172,17 @@ class Context:
 def running_functions(frame: FrameType | None) -> Iterator[Context]:
     """The functions of the script that are running, from ``frame`` outward."""
     frames = tuple(script_frames(frame))
-    unsettled = frozenset().union(*map(_unsettled_names, frames))
+    unsettled = changed_names().union(*map(_names_changed, frames))
     for script in frames:
         reads = reads_of(script.f_code) or Reads()
         yield Context(script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames)
 
 
-def _unsettled_names(frame: FrameType) -> frozenset[str]:
-    """The names of variables and attributes that a function which is running may still change."""
+def _names_changed(frame: FrameType) -> Iterator[str]:
+    """The names of variables and attributes that a function which is running changes in its loops."""
     reads = reads_of(frame.f_code) or Reads()
     changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
-    names = (name for path in changes for name in (path.attributes or (path.root,))[-1:])
-    return changed_names().union(names)
+    return (name for path in changes for name in (path.attributes or (path.root,))[-1:])
 
 
 @functools.lru_cache(maxsize=256)

@@ -557,9 +557,9 @@ class InputFollower:
         text = place.text.removesuffix(Path("", place.attributes[number:]).text)
         call = Call((), (), (), False, 0)
         for callee in of_script(maker.func, owner._replace(text=text)):
-            self._take_returned(context, call, callee, given, [])
             inner = self._enter(context, call, callee)
             if inner is not None:
+                self.take(inner, given._replace(reads=tuple(inner.reads.returned)), [])
                 self._running.pop()
                 if any(id(value) in self.trained for value in reached_values(inner, inner.reads.returned)):
                     self.found.note(place._replace(attributes=place.attributes[: number + 1]), given.what)

@@ -27,7 +27,7 @@ from typing import Any, Final, Self, TypeVar
 
 from lockstep.errors import SettingError
 from lockstep.records import MOST_GROWN, of_kind, read_bytes, read_object
-from lockstep.small_files import create_text, flush, replace_text
+from lockstep.small_files import create_text, flush_names, replace_text
 from lockstep.tune.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.search.space import Space
 from lockstep.tune.trial import Move, Trial
@@ -85,7 +85,7 @@ class JournalWriter:
         self._serial = 0 if last is None else last.serial + 1
         self._unflushed, self._flushed_s = False, float("-inf")
         if is_new:
-            flush(path.parent)
+            flush_names(path.parent)
 
     def append(self, record: Record) -> Entry:
         """Append ``record``, which no kill can lose from now on, and return it with its number.
