@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.run.kept import as_stateful
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.script_state import lost, script_state
 
 
@@ -27,9 +28,9 @@ def script(change):
     state = SimpleNamespace(
         models=[model], optimizers=[], schedulers=[], sample_sources=[], kept={"kept": as_stateful("kept", kept)}
     )
-    before = script_state(sys._getframe(), state)
+    before = script_state(sys._getframe(), state, LineCalls())
     change(SimpleNamespace(**locals()))
-    after = script_state(sys._getframe(), state)
+    after = script_state(sys._getframe(), state, LineCalls())
     return before, after
 
 

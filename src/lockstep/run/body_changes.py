@@ -10,19 +10,34 @@ What `Run.step` decides, by being asked whether a step is done, is changed once 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType
 from typing import Final, NamedTuple
+
+import numpy as np
+import torch
 
 from lockstep.run.decided_tests import is_script
 from lockstep.run.reachable import BUILTIN_METHODS, GENERATORS, mark_of
 from lockstep.run.script_functions import Context, is_of, is_ours
 from lockstep.run.script_places import Place
-from lockstep.run.source_reads import Change, Choice, Counted, Path, Read, Text, Use
+from lockstep.run.source_reads import Call, Change, Choice, Counted, Path, Read, Text, Use
 
 _STEPS: Final = (("step",), ("update",), ("backward",))
 _OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))
-_ADDS: Final = {"add", "update"}
+_CONTAINERS: Final = (list, dict, set, deque, bytearray)
+#: Methods of containers that leave them as they are, or as they would be anyway; others go on from what is there.
+_LOOKS_IN: Final = frozenset(
+    {"copy", "count", "elements", "get", "index", "isdisjoint", "issubset", "issuperset", "items", "keys", "values"}
+    | {"most_common", "total", "union", "intersection", "difference", "symmetric_difference", "clear", "decode"}
+    | {"move_to_end", "popitem"}  # of caches, which forget what is old
+)
+#: What sets all of a tensor anew, or nothing of its values.
+_SETS_ANEW: Final = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "set_"}
+_SETS_NOTHING: Final = {"requires_grad_", "retain_grad_", "share_memory_", "resize_", "detach_"}
+#: Modules, and functions of them, that change the first thing that they are given.
+_CHANGE_FIRST: Final = {"heapq", "heappush", "heappop", "heapreplace", "heappushpop", "bisect", "insort", "setitem"}
 _SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
 _LOOKS: Final = {"get_state", "getstate", "initial_seed"}
 
@@ -44,6 +59,9 @@ class BodyChanges:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
         self._reads: Final[dict[tuple[int, str], list[tuple[Context, tuple[Read, ...]]]]] = {}
         self._functions: Final[set[tuple[int, ...]]] = set()
+        self._elsewhere: Final[set[tuple[int, str]]] = (
+            set()
+        )  # what is changed when a step is done, and perhaps out of bodies
 
     def enter(self, context: Context) -> None:
         """Note what a function changes; most of it, if a body runs it."""
@@ -58,6 +76,8 @@ class BodyChanges:
                 reads = (*change.value, *change.conditions)
                 self._reads.setdefault(place.slot, []).append((context, reads))
             if not context.covers(change.line) or asks_step(context, change.conditions):
+                if place is not None and _within_pass(context, change.line):
+                    self._elsewhere.add(place.slot)
                 continue
             from_itself = _is_made_of(context, change.value, change.path)
             when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
@@ -70,14 +90,15 @@ class BodyChanges:
                 when_needed=when_needed,
                 anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
             )
-        if not context.in_body:
-            return
         for use in context.reads.uses:
             if use.read is None or context.is_dead(use.guards):
                 continue
-            if context.covers(use.line) and not asks_step(context, use.conditions):
-                for path, from_itself in _drawn(context, use):
+            is_bodys = context.covers(use.line) and not asks_step(context, use.conditions)
+            for path, from_itself in _drawn(context, use):
+                if is_bodys:
                     self._add(context, path, use, from_itself=from_itself, anew=not from_itself)
+                elif (place := context.place_of(path)) is not None and _within_pass(context, use.line):
+                    self._elsewhere.add(place.slot)
 
     def _add(
         self,
@@ -111,6 +132,11 @@ class BodyChanges:
         seen = self._seen.get(place.slot, ())
         return bool(seen) and all(one.when_needed for one in seen)
 
+    def is_bodys(self, place: Place) -> bool:
+        """Whether bodies change a place from what it was, and nothing else does as far as is known."""
+        seen = self._seen.get(place.slot, ())
+        return bool(seen) and place.slot not in self._elsewhere and all(one.from_itself for one in seen)
+
     def line_of(self, place: Place, *, always: bool) -> int:
         """The line by which bodies change a place from what it was; 0 for none.
 
@@ -122,6 +148,11 @@ class BodyChanges:
         if any(not (one.from_itself or one.when_needed) for one in seen):
             return 0
         return next((one.line for one in seen if one.from_itself and (always or one.sometimes)), 0)
+
+
+def _within_pass(context: Context, line: int) -> bool:
+    """Whether a line may run within a pass; of a function that a loop does not run, that is not known."""
+    return context.frame is None or context.covers(line)
 
 
 def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:
@@ -180,7 +211,7 @@ def _reached(
             waiting += read.items
         elif isinstance(read, Text):
             waiting += read.reads
-        else:
+        elif isinstance(read, Call):
             waiting += read.every
             for part in read.function:
                 if isinstance(part, Path):
@@ -195,9 +226,17 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
     if not isinstance(path, Path):
         return
     method = path.attributes[-1] if path.attributes else ""
-    if method in _ADDS and is_of(context.value_of(path.owner), set):  # of what this rank has met
+    owner = context.value_of(path.owner) if method else None
+    if is_of(owner, *_CONTAINERS) and method not in _LOOKS_IN:
         yield path.owner, True
-    if method and is_of(context.value_of(path.owner), *GENERATORS) and method not in _LOOKS:
+    if is_of(owner, torch.Tensor) and method.endswith("_") and not (method[0] == "_" or method in _SETS_NOTHING):
+        yield path.owner, method not in _SETS_ANEW
+    for given in (reads for name, reads in use.read.keywords if name == "out"):
+        yield from ((read, read in use.read.without({"out"})) for read in given if isinstance(read, Path))
+    for read in use.read.arguments[0] if path.root in _CHANGE_FIRST and use.read.arguments else ():
+        if isinstance(read, Path) and is_of(context.value_of(read), *_CONTAINERS, np.ndarray):
+            yield read, True
+    if is_of(owner, *GENERATORS) and method not in _LOOKS:
         yield path.owner, method not in _SEEDS
     value = context.value_of(path)
     if is_of(value, *BUILTIN_METHODS) and _is_iterator(getattr(value, "__self__", None)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import FrameType
 
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.script_functions import running_functions
 from lockstep.run.state import State
 from lockstep.run.training_inputs import InputFollower
@@ -23,9 +24,9 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
     """
     follower = InputFollower(state, steps={"measure"})
     try:
-        for context in running_functions(frame):
+        for context in running_functions(frame, LineCalls()):
             context.in_body = True
-            follower.changes.enter(context)
+            follower.enter(context)
             for given in follower.given(context):
                 if given.kind == "step":
                     follower.take(context, given)

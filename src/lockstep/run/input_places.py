@@ -45,6 +45,7 @@ class TrainingInputs:
     skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
     anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
+    of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read
     _texts: Counter[str] = field(default_factory=Counter)
@@ -63,12 +64,13 @@ class TrainingInputs:
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(self, places={}, anew=set(), when_needed=set())
+        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set())
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
             found.anew |= {there.key} if key in self.anew else set()
             found.when_needed |= {there.key} if key in self.when_needed else set()
+            found.of_bodies |= {there.key} if key in self.of_bodies else set()
         return found
 
     def held_between(self) -> Held:
@@ -76,6 +78,14 @@ class TrainingInputs:
         others = self.anew | self.when_needed
         between = (place for key, place in self.places.items() if key not in others)
         return held(between, self.skip, STATELESS)
+
+    def held_of_bodies(self) -> Held:
+        """Only what nothing but a body changes, and items of it; not parts of objects, of which less is known."""
+        places = [(place, what) for key, (place, what) in self.places.items() if key in self.of_bodies]
+        found = held(places, self.skip, STATELESS)
+        starts = tuple(f"{place.text}[" for place, _ in places)
+        themselves = {place.text for place, _ in places}
+        return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
     def held_when_needed(self) -> Held:
         """Only what bodies make when it is needed."""

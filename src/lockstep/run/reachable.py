@@ -51,7 +51,7 @@ from lockstep.run.divergence import checksum
 
 _MOST_ITEMS: Final = 500  # of one list or dict
 _VISITS: Final = 5  # objects that are looked at for each mark
-_SMALL: Final = 1 << 20  # elements of a tensor or an array that are read
+SMALL: Final = 1 << 20  #: elements of a tensor or an array that are read
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
 GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: The methods of Python's own objects, such as `itertools.count().__next__`.
@@ -135,7 +135,7 @@ def look(
             marks[path] = mark
         if not is_number:
             seen.add(id(value))
-            waiting.extend((path + step, part, left - 1) for step, part in (_parts_of(value) if left else ()))
+            waiting.extend((path + step, part, left - 1) for step, part in (parts_of(value) if left else ()))
     return marks
 
 
@@ -162,7 +162,7 @@ def find(
         if issubclass(type(value), kind):
             found[path] = value
         elif left and type(value) not in _NUMBERS:
-            waiting.extend((path + step, part, left - 1) for step, part in _parts_of(value))
+            waiting.extend((path + step, part, left - 1) for step, part in parts_of(value))
     return found
 
 
@@ -264,7 +264,7 @@ def _seen_of(value: object) -> object:
 
 def _seen_of_tensor(value: torch.Tensor) -> object:
     is_plain = value.layout is torch.strided and not value.is_nested and not hasattr(value, "to_local")
-    if is_plain and value.device.type == "cpu" and value.numel() <= _SMALL:
+    if is_plain and value.device.type == "cpu" and value.numel() <= SMALL:
         return value.dtype, value.shape, int(checksum(value))
     return value.dtype, id(value), None if value.is_inference() else value._version
 
@@ -272,7 +272,7 @@ def _seen_of_tensor(value: torch.Tensor) -> object:
 def _seen_of_array(value: np.ndarray[Any, Any]) -> object:
     if value.dtype.hasobject:  # its bytes are addresses
         return value.shape, [repr(mark_of(item)) for item in value.reshape(-1)[:_MOST_ITEMS].tolist()]
-    return value.dtype.str, value.shape, _checksum(value.reshape(-1)[:: -(-value.size // _SMALL) or 1].tobytes())
+    return value.dtype.str, value.shape, _checksum(value.reshape(-1)[:: -(-value.size // SMALL) or 1].tobytes())
 
 
 def _seen_of_set(value: Any) -> object:
@@ -309,7 +309,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
 )
 
 
-def _parts_of(value: Any) -> list[tuple[str, object]]:
+def parts_of(value: Any) -> list[tuple[str, object]]:
     """What lies one step from ``value``, each with the text of the step."""
     try:
         return list(_walk(value, type(value)))

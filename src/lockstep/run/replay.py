@@ -94,21 +94,33 @@ class ReplayError(UsageError):
     """A micro-batch gave other values when it was computed once more."""
 
     def __init__(
-        self, difference: str, place: str, ranks: tuple[int, int] | None = None, *, reads_world_size: bool = False
+        self,
+        difference: str,
+        place: str,
+        ranks: tuple[int, int] | None = None,
+        *,
+        reads_world_size: bool = False,
+        after: int = 0,
     ) -> None:
         self._difference: Final = difference
         self._place: Final = place
         self._reads_world_size: Final = reads_world_size
+        self._after: Final = after  # more bodies
         self._ranks: Final = ranks  # that have computed it; None: this one, twice
         self.of_samples: Final = difference.startswith(SAMPLES)  #: whether the data set gave other samples
         super().__init__(self._text(()))
+
+    def after(self, bodies: int) -> ReplayError:
+        """The same error of a micro-batch that was computed once more after so many other ``bodies``."""
+        return ReplayError(self._difference, self._place, reads_world_size=self._reads_world_size, after=bodies)
 
     def naming(self, names: Sequence[str]) -> UsageError:
         """The same error, with the ``names`` of what the body has changed, or of what the two ranks have apart."""
         return UsageError(self._text(names))
 
     def _text(self, names: Sequence[str]) -> str:
-        by = "twice" if self._ranks is None else f"by rank {self._ranks[0]} and by rank {self._ranks[1]}"
+        often = f"again after {self._after} other bodies" if self._after else "twice"
+        by = often if self._ranks is None else f"by rank {self._ranks[0]} and by rank {self._ranks[1]}"
         head = f"{self._place} was computed {by}, with the same parameters, buffers and random numbers"
         if self.of_samples:
             return (
@@ -246,7 +258,7 @@ class Replays:
         self._inputs: Final = inputs
         self._notes_all: Final = notes_all
         self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
-        self._first: Played | None = None  # what came first, of this rank's own
+        self._firsts: dict[int, Played] = {}  # what came first in this step, of this rank's own, by its place
         self._other: Played | None = None  # of another rank's
         self.reads_world_size = False  #: whether a replay has read how many ranks there are
 
@@ -259,6 +271,8 @@ class Replays:
         self.play = Play(generators) if is_noted else None
         if self.play is not None and position.is_replay and not position.audited:
             self.play.before = self._inputs.held()
+        if is_compared and not position.audited:
+            self._inputs.calls.watch()
 
     def note_given(self, parts: object) -> None:
         """The body gives what a loss is computed of later: remember its parts."""
@@ -312,6 +326,7 @@ class Replays:
             ReplayError: if they differ.
         """
         play, self.play = self.play, None
+        self._inputs.calls.unwatch()
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
         if play is not None and _is_compared(position):
@@ -323,16 +338,16 @@ class Replays:
             played = Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
-            elif self._first is None or not self._first.is_same(played):
-                self._first = played
+            elif (first := self._firsts.get(played.place)) is None or first.step != step:
+                self._firsts = {n: one for n, one in self._firsts.items() if one.step == step} | {played.place: played}
             else:
-                first, self._first = self._first, None
                 notes = first.play.notes(), play.notes()
                 difference = (
                     first_difference(*notes)
                     or first.play.other_generator(play)
                     or changed_by(first.play.after, play.before, play.after)
                     or self._inputs.carried
+                    or self._inputs.changed_in_pass()
                 )
                 if difference:
                     place = place_of(position.index, position.of, step)
@@ -344,13 +359,22 @@ class Replays:
         play, self.play = self.play, None
         return None if play is None else Played(step, position.index, position.of, play)
 
+    def end_pass(self, step: int) -> None:
+        """A pass is over, after ``step`` steps.
+
+        Raises:
+            UsageError: if its bodies have changed something that the training is computed from.
+        """
+        if changed := self._inputs.changed_in_pass():
+            raise ReplayError(changed, f"a pass that ends after step {step}").naming(())
+
     def compare_ranks(self) -> None:
         """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
 
         Raises:
             UsageError: if two of them differ, on all ranks, with the names of what the two ranks have apart.
         """
-        own, other = self._first, self._other
+        own, other = next(iter(self._firsts.values()), None), self._other
         if other is None:
             return
         self.forget()
@@ -380,7 +404,9 @@ class Replays:
 
     def forget(self) -> None:
         """The step is over, or discarded."""
-        self.play = self._first = self._other = None
+        self.play = self._other = None
+        self._firsts = {}
+        self._inputs.calls.unwatch()
 
     def leave(self) -> None:
         """The loop is left, with the variables of the functions in it."""
@@ -408,10 +434,6 @@ class Played(NamedTuple):
     place: int  #: of the micro-batch in it
     of: int  #: micro-batches of the step
     play: Play
-
-    def is_same(self, other: Played) -> bool:
-        """Whether both are of the same micro-batch."""
-        return (self.step, self.place) == (other.step, other.place)
 
     def digest(self) -> Digest:
         """What is compared first. Waits for the GPU."""

@@ -117,7 +117,7 @@ class ResumeProof:
         if self._context.metrics.losses is None:
             return
         if not self._script and self._context.group.leads:  # no body of the step has begun, not of a replay either
-            self._script = script_state(sys._getframe(), self._context.state)
+            self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
         if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 

@@ -15,8 +15,9 @@ from lockstep.run.decided_tests import is_script
 from lockstep.run.dynamic_calls import objects_called
 from lockstep.run.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.script_places import NOTHING, attribute_of, attributes_of
-from lockstep.run.source_reads import ITEMS, Call, Path
+from lockstep.run.source_reads import ITEMS, Call, Lines, Path
 
+_OF_WITH: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
 _Memo: Final = type(functools.lru_cache(int))
 
 
@@ -103,7 +104,29 @@ def _items_in(part: object) -> Iterable[object]:
 
 
 def callees_of(context: Context, call: Call) -> list[Callee]:
-    """The functions of the script that a call runs, or may run."""
+    """The functions of the script that a call runs, or may run: those that its objects name, and others of its line."""
+    named = _named_by(context, call)
+    return [*named, *ran_by(context, Lines(call.line, call.line))] if call.line else named
+
+
+def ran_by(context: Context, lines: Lines) -> list[Callee]:
+    """The functions of the script that lines of a function were seen to run, beside those that calls in them name.
+
+    Without those that run still, and without what a `with` runs, which gives no value.
+    """
+    if not (ran := context.calls.ran_by(context.code.co_filename, lines)):
+        return []
+    calls = [use.read for use in context.reads.uses if use.read and lines.first <= use.line <= lines.last]
+    named = {callee.function.__code__ for call in calls for callee in _named_by(context, call)}
+    known = named.union(frame.f_code for frame in context.running)
+    return [
+        Callee(one.function, None, one.arguments)
+        for one in ran
+        if one.function.__code__ not in known and one.function.__name__ not in _OF_WITH
+    ]
+
+
+def _named_by(context: Context, call: Call) -> list[Callee]:
     if several := objects_called(context, call):
         running = [frame.f_code for frame in context.running]  # which are read with what they have
         callees = [callee for value in several for callee in _called(value, type(value).__name__)]

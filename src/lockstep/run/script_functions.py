@@ -9,12 +9,13 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
 from lockstep.run.decided_tests import UNKNOWN, changed_names, value_of_test
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.reachable import script_frames, variables_of
 from lockstep.run.script_places import NOTHING, Place, attribute_of, variable_at
 from lockstep.run.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text, reads_of
@@ -50,6 +51,7 @@ class Context:
     in_body: bool = False  #: whether a body runs it, or it runs the loop
     sometimes: bool = False  #: not in each body
     unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
+    calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
 
     @functools.cached_property
     def held(self) -> dict[str, Any]:
@@ -169,13 +171,15 @@ class Context:
         return NOTHING
 
 
-def running_functions(frame: FrameType | None) -> Iterator[Context]:
-    """The functions of the script that are running, from ``frame`` outward."""
+def running_functions(frame: FrameType | None, calls: LineCalls) -> Iterator[Context]:
+    """The functions of the script that are running, from ``frame`` outward; ``calls`` are what their lines have run."""
     frames = tuple(script_frames(frame))
     unsettled = changed_names().union(*map(_names_changed, frames))
     for script in frames:
         reads = reads_of(script.f_code) or Reads()
-        yield Context(script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames)
+        yield Context(
+            script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames, calls=calls
+        )
 
 
 def _names_changed(frame: FrameType) -> Iterator[str]:
@@ -197,6 +201,7 @@ class Callee(NamedTuple):
 
     function: FunctionType
     bound: Argument | None  #: its first argument, of a method
+    known: Mapping[str, object] | None = None  #: what was seen of its arguments, where it was seen to run
 
 
 def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str, Argument]:
@@ -210,8 +215,15 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
     rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
     bound = {name: Argument(every, NOTHING) for name in rest}
     is_loose = call.is_starred or any(not name for name, _ in call.keywords)
+    function, own, known = callee
+    if known is not None:
+        for name in (*names, *others):
+            value = known.get(name, NOTHING)
+            is_self = attribute_of(type(value), function.__name__) is not NOTHING
+            text = type(value).__name__ if is_self else f"{function.__name__}'s {name}"
+            bound[name] = Argument(every, value, text)
+        return bound
     bound |= {name: Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
-    function, own = callee
     defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
     if not is_loose:
         for name, value in {**defaults, **(function.__kwdefaults__ or {})}.items():

@@ -91,6 +91,14 @@ def changed_by(first: Held, before: Held, after: Held) -> str:
     return ""
 
 
+def changed_since(before: Held, now: Held) -> str:
+    """What differs of what both have, in words; "" for nothing. A dict and a set may grow, as caches do."""
+    for name, (mark, what) in now.items():
+        if mark.kind not in ("dict", "set") and name in before and _differs(before[name][0], mark):
+            return f"{name}, which {what} is computed from, was changed by bodies of this pass"
+    return ""
+
+
 def _differs(one: Mark, other: Mark) -> bool:
     """Whether two marks of a place are of other values, as far as they tell: some tensors are known by their `id`."""
     these, those = one.seen, other.seen

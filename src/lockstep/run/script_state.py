@@ -23,6 +23,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.collectives import local_part
 from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.reachable import TENSOR_RANK, Mark, find, look, script_roots, tells_values
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
@@ -41,17 +42,18 @@ class Lost(NamedTuple):
     plain: list[str]  #: other numbers, texts and lengths, each with both values
 
 
-def script_state(frame: FrameType | None, state: State) -> StateTree:
+def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> StateTree:
     """What the variables of the script's functions that are running hold, from ``frame`` outward, as plain values.
 
-    Without what the run has. Waits for the GPU where the script holds copies of weights.
+    Without what the run has. ``calls`` are what lines of these were seen to run. Waits for the GPU where the script
+    holds copies of weights.
     """
     roots = script_roots(frame)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     roots = {name: value for name, value in roots.items() if id(value) not in skip}
     marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
-    inputs = training_inputs(frame, state).held_between()
+    inputs = training_inputs(frame, state, calls).held_between()
     return {
         "variables": sorted(roots),
         "inputs": {

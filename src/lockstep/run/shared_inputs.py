@@ -14,8 +14,9 @@ from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 from lockstep.run.input_places import TrainingInputs
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.reachable import Mark, script_frames, size_of
-from lockstep.run.script_places import Held
+from lockstep.run.script_places import Held, changed_since
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
 
@@ -56,27 +57,32 @@ class SharedInputs:
         self._read_at = 0
         self._first: Final[dict[str, Mark]] = {}
         self._moved: Final[set[str]] = set()  # by bodies
+        self._began: Held = {}  # what bodies may change, when the loop was read
         self._left: dict[str, Since] = {}  # as the last loop was left
+        self.calls: Final = LineCalls()  #: what the lines of bodies were seen to run
 
     def read_script(self, frame: FrameType) -> TrainingInputs:
         """Read the script from ``frame`` outward, before the training begins."""
-        inputs = training_inputs(frame, self._state)
+        inputs = training_inputs(frame, self._state, self.calls)
         self._note_first(inputs)
         return inputs
 
     def read_loop(self, step: int) -> None:
         """Read the loop that the script is in after ``step`` steps, unless that is done; takes some 10 ms."""
-        if self._inputs is not None:
+        if self._inputs is not None and not self.calls.is_new:
             return
         frames = script_frames(sys._getframe())
-        known = self._known.get(tuple(frame.f_code for frame in frames))
+        known = None if self.calls.is_new else self._known.get(tuple(frame.f_code for frame in frames))
         if known is not None:
             self._inputs = known.rebound(lambda owner: frames[owner.number] if type(owner) is _Function else owner)
-        elif len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
+        elif self.calls.is_new or len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
             self._read_at = step
-            self._inputs = training_inputs(sys._getframe(), self._state)
+            self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
+            self.calls.seen()
             self._note_first(self._inputs)
         self._frames = frames
+        if self._inputs is not None:
+            self._began = {**self._inputs.held_of_bodies(), **self._began}
 
     def held(self) -> Held:
         """What is there now, in a body."""
@@ -86,6 +92,10 @@ class SharedInputs:
     def carried(self) -> str:
         """In words, what of it the body makes from what it was before; "" for nothing."""
         return "" if self._inputs is None else self._inputs.carried
+
+    def changed_in_pass(self) -> str:
+        """In words, what of it bodies of the loop have changed since it was read; "" for nothing."""
+        return "" if self._inputs is None else changed_since(self._began, self._inputs.held_of_bodies())
 
     def body_is_over(self, before: Held, after: Held) -> None:
         """What differs was set by a body."""
@@ -102,7 +112,8 @@ class SharedInputs:
             functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}
             codes = tuple(frame.f_code for frame in self._frames)
             self._known[codes] = self._inputs.rebound(lambda owner: functions.get(id(owner), owner))
-        self._inputs, self._frames = None, []
+        self._inputs, self._frames, self._began = None, [], {}
+        self.calls.forget()
 
     def _note_first(self, inputs: TrainingInputs) -> None:
         if not self._several:

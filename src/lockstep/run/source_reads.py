@@ -99,7 +99,14 @@ class Text(NamedTuple):
     reads: tuple[Read, ...]
 
 
-Read = Path | Call | Choice | Counted | Text
+class Lines(NamedTuple):
+    """What functions return that these lines run without their names, as properties, operators and callbacks are."""
+
+    first: int
+    last: int
+
+
+Read = Path | Call | Choice | Counted | Text | Lines
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -139,6 +146,15 @@ class Change(NamedTuple):
     guards: tuple[Guard, ...]
 
 
+class Statement(NamedTuple):
+    """Of one that has blocks, what stands before the first."""
+
+    lines: Lines
+    conditions: tuple[Read, ...]  #: under which it runs
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
+
+
 @dataclass
 class Reads:
     """Of one function, or of a module's own lines."""
@@ -153,7 +169,12 @@ class Reads:
     exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
     loops: list[Loop] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    statements: list[Statement] = field(default_factory=list)
     outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
+
+    def statement_at(self, line: int) -> Statement | None:
+        """The statement that has a ``line``, but not in its blocks."""
+        return next((one for one in self.statements if one.lines.first <= line <= one.lines.last), None)
 
     def loop_at(self, line: int) -> Loop:
         """The innermost loop around a ``line``."""
@@ -167,7 +188,7 @@ def reads_of(code: CodeType) -> Reads | None:
     node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
     if node is None:
         return None
-    reader = _Reader(yields=any(isinstance(one, ast.Yield | ast.YieldFrom) for one in _within(node)))
+    reader = _Reader(yields=any(isinstance(one, ast.Yield | ast.YieldFrom) for one in within(node)))
     if isinstance(node, ast.Lambda):
         reader.reads.parameters = node.args
         reader.reads.returned += reader.expression(node.body)
@@ -211,6 +232,10 @@ class _Reader:
             self._statement(statement)
 
     def _statement(self, node: ast.stmt) -> None:
+        blocks = getattr(node, "body", None) or getattr(node, "cases", None)
+        end = blocks[0].lineno - 1 if blocks and hasattr(blocks[0], "lineno") else node.end_lineno
+        lines = Lines(node.lineno, max(node.lineno, end or 0))
+        self.reads.statements.append(Statement(lines, self._conditions, self._sometimes, self._guards))
         match node:
             case ast.Assign(targets=targets, value=value):
                 for target in targets:
@@ -226,11 +251,11 @@ class _Reader:
                 self._enter_loop(node, body, self._bind_items(target, items))
                 self.block(orelse)
             case ast.While(test=test, body=body, orelse=orelse):
-                self._enter_loop(node, body, self.expression(test))
+                self._enter_loop(node, body, [*self.expression(test), _lines_of(test)])
                 self.block(orelse)
             case ast.If(test=test, body=body, orelse=orelse):
-                read = [] if _asks_for_several_ranks(test) else self.expression(test)
-                if any(isinstance(inner, _EXITS) for inner in _within(node)):
+                read = [] if _asks_for_several_ranks(test) else [*self.expression(test), _lines_of(test)]
+                if any(isinstance(inner, _EXITS) for inner in within(node)):
                     self.reads.exits[self._loops[-1]] += self._guarded((*self._conditions, *read))
                 for block, holds in ((body, True), (orelse, False)):
                     self._guards = (*self._guards, Guard(test, holds))
@@ -258,7 +283,7 @@ class _Reader:
             case ast.Return() if self._yields:
                 pass  # what a generator returns its loop does not get
             case ast.Return(value=ast.expr() as value):
-                self.reads.returned += self._guarded((*self.expression(value), *self._conditions))
+                self.reads.returned += self._guarded((*self.expression(value), _lines_of(value), *self._conditions))
             case ast.Raise():
                 self.reads.raises += self._guarded(self._conditions)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
@@ -336,7 +361,8 @@ class _Reader:
                 self._write(owner, read, target.lineno)
 
     def _set(self, name: str, read: Iterable[Read]) -> None:
-        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, *self._conditions)))
+        lines = self.reads.statements[-1].lines
+        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, lines, *self._conditions)))
 
     def _guarded(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
         return (Choice(self._guards, reads),) if self._guards and reads else reads
@@ -507,6 +533,10 @@ def _asks_for_several_ranks(test: ast.expr) -> bool:
     return False
 
 
+def _lines_of(node: ast.expr) -> Lines:
+    return Lines(node.lineno, node.end_lineno or node.lineno)
+
+
 def path_of(node: ast.expr) -> Path | None:
     """The path that an expression is; None where it is another one."""
     attributes: list[str] = []
@@ -524,9 +554,9 @@ def path_of(node: ast.expr) -> Path | None:
     return Path(node.id, tuple(reversed(attributes))) if isinstance(node, ast.Name) else None
 
 
-def _within(node: ast.AST) -> Iterator[ast.AST]:
+def within(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes of a statement's blocks, but not those of functions within."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             yield child
-            yield from _within(child)
+            yield from within(child)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items, reached_values
 from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
+from lockstep.run.line_calls import LineCalls
 from lockstep.run.opaque_reads import opaque_read
 from lockstep.run.reachable import BUILTIN_METHODS
 from lockstep.run.script_callees import (
@@ -41,6 +42,7 @@ from lockstep.run.script_callees import (
     is_of_script,
     is_torchs_change,
     of_script,
+    ran_by,
     sampling,
     scheduling,
 )
@@ -62,6 +64,7 @@ from lockstep.run.source_reads import (
     Call,
     Choice,
     Counted,
+    Lines,
     Path,
     Read,
     Text,
@@ -83,9 +86,10 @@ _SAMPLE: Final = "a sample"
 _NOTED: Final = {"step", "write", "exit"}  # what each body computes, and each turn of an outer loop
 
 
-def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
+def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> TrainingInputs:
     """What the script computes its training from, whose functions are running from ``frame`` outward.
 
+    ``calls`` are what lines of these were seen to run.
     Raises nothing: where the source cannot be read, nothing is known, and `TrainingInputs.failed` says why.
     """
     follower = InputFollower(state)
@@ -93,9 +97,9 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     follower.found.skip |= {*follower.trained, *map(id, kept)}
     is_body = True
     try:
-        for context in running_functions(frame):
+        for context in running_functions(frame, calls):
             context.in_body = is_body
-            follower.changes.enter(context)
+            follower.enter(context)
             given = follower.given(context)
             if is_body and context.is_between:
                 what = f"what {context.code.co_name} hands on"
@@ -114,8 +118,11 @@ def training_inputs(frame: FrameType | None, state: State) -> TrainingInputs:
     return follower.found
 
 
+_CONTAINERS: Final = (list, dict, set, deque)
 #: What is made of what its methods are given; a log or a progress bar is not.
-_FILLED: Final = (list, dict, set, deque, torch.Tensor, np.ndarray)
+_FILLED: Final = (*_CONTAINERS, torch.Tensor, np.ndarray)
+#: Methods of containers that return None.
+_GIVE_NOTHING: Final = {("append",), ("appendleft",), ("extend",), ("insert",), ("add",), ("update",), ("clear",)}
 
 
 _Key = tuple[CodeType, tuple[int, ...], bool]
@@ -146,6 +153,7 @@ class InputFollower:
         self._left: int = _MOST
         self._running: Final[list[_Key]] = []
         self._giving_nothing: Final[set[_Key]] = set()
+        self._lines_followed: Final[set[CodeType]] = set()
 
     # ---- what is given -----------------------------------------------------------------------------------------
 
@@ -180,7 +188,8 @@ class InputFollower:
         what = f"{path.text}(...)" if isinstance(path, Path) else ""
         if is_run(owner):
             if method in self._steps:
-                yield Given("step", what, where, (*call.every, *conditions))
+                hooks = Lines(call.line, call.line)
+                yield Given("step", what, where, (*call.every, *conditions, hooks))
             elif method in _REGISTERS:
                 yield Given("registered", what, where, call.every)
             elif method == "loader":
@@ -258,6 +267,9 @@ class InputFollower:
                     self._note_carried(f"{given.what} is computed from what {counts}")
             elif isinstance(read, Text):
                 waiting += read.reads
+            elif isinstance(read, Lines):
+                for callee in ran_by(context, read):
+                    self._take_returned(context, Call((), (), (), False, read.first), callee, given, waiting)
             else:
                 waiting += self._of_call(context, read, given, outward)
 
@@ -337,20 +349,25 @@ class InputFollower:
         if path.text == "len" and any(self._is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
         followed: list[Read] = []
-        known = [self._take_returned(context, call, one, given, followed) for one in callees_of(context, call)]
+        if path.attributes[-1:] in _GIVE_NOTHING and is_of(owner, *_CONTAINERS):
+            return []
+        callees = callees_of(context, call)
+        taken = [self._take_returned(context, call, one, given, followed) for one in callees]
+        is_known = any(done and one.known is None for done, one in zip(taken, callees, strict=True))
         value = context.value_of(path)
         if given.kind in _NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
                 opaque = f"what {path.text} remembers of the model as it was"
             self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
-        if any(known) and not is_of(value, nn.Module, type, functools.partial):
+        if is_known and not is_of(value, nn.Module, type, functools.partial):
             return followed
         if is_of(owner, ModuleType) or value is getattr(builtins, path.text, None):
             return [*followed, *every]
         # Of a method that cannot be read, the object; of a function, itself; and what they are given.
         receiver = path.owner if path.attributes and not is_of(value, *BUILTIN_METHODS) else path
-        return [*followed, *every, *([] if is_of(value, nn.Module, type) else [receiver])]
+        is_read = any(one.known and next(iter(one.known.values()), None) is owner for one in callees)
+        return [*followed, *every, *([] if is_read or is_of(value, nn.Module, type) else [receiver])]
 
     def _computes_by_model(self, context: Context, path: Path) -> bool:
         """Whether a function of the script calls a model that learns."""
@@ -453,6 +470,8 @@ class InputFollower:
     def find_carried_within(self, *, always: bool = False) -> None:
         """The same of what functions change that a body calls: where only some bodies do so, or ``always``."""
         for key, (place, what) in self.found.places.items():
+            if self.changes.is_bodys(place):
+                self.found.of_bodies.add(key)
             if self.changes.makes_anew(place):
                 self.found.anew.add(key)
             elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):
@@ -469,16 +488,28 @@ class InputFollower:
 
     # ---- calls -------------------------------------------------------------------------------------------------
 
+    def enter(self, context: Context) -> None:
+        """Note what a function changes, and the functions that its lines were seen to run."""
+        self.changes.enter(context)
+        if context.code in self._lines_followed:
+            return
+        self._lines_followed.add(context.code)
+        for lines in (statement.lines for statement in context.reads.statements):
+            for callee in ran_by(context, lines):
+                if self._enter(context, Call((), (), (), False, lines.first), callee) is not None:
+                    self._running.pop()
+
     def _enter(self, context: Context, call: Call, callee: Callee, *, samples: bool = False) -> Context | None:
         """The function that is called, with what its parameters stand for; None where it is to be left alone."""
-        function, _ = callee
+        function, *_ = callee
         reads = reads_of(function.__code__)
         if reads is None or context.depth >= _DEEPEST:
             return None
         arguments = bind(context, call, callee, reads)
         whole = call._replace(attribute="")
         use = next((one for one in context.reads.uses if one.line == call.line and one.read == whole), None)
-        in_body = samples or (runs_in_body(context, call) and not (use and asks_step(context, use.conditions)))
+        at = use or context.reads.statement_at(call.line)
+        in_body = samples or (runs_in_body(context, call) and not (at and asks_step(context, at.conditions)))
         key = function.__code__, tuple(id(one.value) for one in arguments.values()), in_body
         if key in self._running:
             return None
@@ -496,9 +527,10 @@ class InputFollower:
             running=context.running,
             unsettled=context.unsettled,
             # Samples are read before the body, so that two bodies show no difference.
-            sometimes=samples or context.sometimes or (use is not None and use.sometimes),
+            sometimes=samples or context.sometimes or (at is not None and at.sometimes),
+            calls=context.calls,
         )
-        self.changes.enter(entered)
+        self.enter(entered)
         return entered
 
     # ---- places ------------------------------------------------------------------------------------------------

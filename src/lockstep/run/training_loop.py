@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from lockstep.run.micro_batches import MicroBatches, refuse_count
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import OuterLoop
 from lockstep.run.reachable import changed, look, script_roots
+from lockstep.run.repeated_body import RepeatedBody
 from lockstep.run.replay import SAMPLES, ReplayError
 from lockstep.run.script_sums import ScriptSums
 from lockstep.run.setup import RunContext
@@ -56,6 +58,7 @@ class TrainingLoop:
         self._said_sums = False
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
+        self._repeated: Final = RepeatedBody(context, self._computing)
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
@@ -202,6 +205,7 @@ class TrainingLoop:
                 self._serve(loaders)
             else:
                 yield from self._micro_batches(loaders)
+                self._train_step.replays.end_pass(self._position.progress.step)
             whole = self._train_step.end_loop(whole=True)
         except GeneratorExit:
             if self._train_step.current is not None:  # else the run is closed
@@ -327,12 +331,15 @@ class TrainingLoop:
         while (batches := self._data.next_step(loaders)) is not None:
             carries = self._carried.is_used  # which no other rank has
             train_step.audit.require_stored(between=True)
+            step = self._position.progress.step
             for position, data in batches:
                 if carries and position.is_other_ranks:
                     continue
+                self._repeated.body_begins(position, data)
                 current = yield from self._body(position, data)
                 try:
                     step_is_done = train_step.end(current)
+                    self._repeated.body_is_over(position, step)
                 except ReplayError as error:
                     if error.of_samples or context.strategy.forward_is_collective:
                         raise error.naming(()) from None
@@ -373,6 +380,20 @@ class TrainingLoop:
 
     def _body(self, position: MicroBatchPosition, data: Data) -> Generator[Data, None, CurrentMicroBatch]:
         """Hand out the micro-batch at ``position``; the script has computed its losses when it asks for the next."""
+        with self._handing_out(position, data) as current:
+            yield data
+        return current
+
+    @contextlib.contextmanager
+    def _computing(self, position: MicroBatchPosition, data: Data) -> Iterator[None]:
+        """A context in which something else than the script's loop computes a replay at ``position``."""
+        with self._handing_out(position, data) as current:
+            yield
+        self._train_step.end(current)
+
+    @contextlib.contextmanager
+    def _handing_out(self, position: MicroBatchPosition, data: Data) -> Iterator[CurrentMicroBatch]:
+        """A context in which a micro-batch's losses are computed."""
         context = self._context
         self._metrics.hand_out(position)
         self._end_of_step.proof.samples(position, data)
@@ -396,9 +417,8 @@ class TrainingLoop:
             self._state.beside.end_replays()
             self._say_sums(self._script_sums.end_replays())
         with context.precision.forward():
-            yield data
+            yield current
         self._metrics.require_ended("evaluate")
-        return current
 
     def _say_sums(self, names: Sequence[str]) -> None:
         """The body adds up variables called ``names`` by itself: said once, where there are several ranks."""

@@ -1,0 +1,156 @@
+"""In a run's first step, the body computes its micro-batches many times over: a function gives the same each time.
+
+a replay             0 1 2 0' 3                           finds what a few bodies change
+a series of them     0 1 2 0' 0' 1' 2' 0' 1' 2' ... 3     finds what begins after many: a threshold, a full list, each
+                                                          seventh call, whatever holds it
+
+The script sees nothing of these: its iterators do not go on (`lockstep.run.loop_body`), its objects are put back
+(`lockstep.run.script_snapshot`), and what it prints and logs is not shown. A series ends after a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import CodeType
+from typing import Final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from lockstep.batch import MicroBatchPosition, StepCheck
+from lockstep.data import Data
+from lockstep.heartbeat.frames import collectives_begun
+from lockstep.run.loop_body import LeftLoop, loop_body
+from lockstep.run.reachable import script_frames
+from lockstep.run.replay import ReplayError, place_of
+from lockstep.run.script_snapshot import ScriptSnapshot
+from lockstep.run.setup import RunContext
+from lockstep.strategies import LossStrategy, ServerStrategy
+
+_MOST: Final = 64  # bodies
+_MOST_DIFFERENT: Final = 4
+_MOST_S: Final = 1.0
+_MOST_LOOPS: Final = 3
+
+Computing = Callable[[MicroBatchPosition, Data], AbstractContextManager[None]]
+"""A context in which a body computes its micro-batch, which is compared when the context is left."""
+
+
+class RepeatedBody:
+    """Tries it once for each loop of the script.
+
+    Args:
+        context: of the run.
+        computing: see `Computing`.
+    """
+
+    def __init__(self, context: RunContext, computing: Computing) -> None:
+        self._context: Final = context
+        self._computing: Final = computing
+        self._tried: Final[set[CodeType | None]] = set()
+        #: The micro-batches that the rank has had in this step, before a body could change them.
+        self._had: Final[dict[int, tuple[MicroBatchPosition, Data]]] = {}
+        self._is_new = False  # whether the micro-batch that the script has is computed for the first time
+        self._collectives: int | None = 0  # that were begun before it
+
+    def body_begins(self, position: MicroBatchPosition, data: Data) -> None:
+        """A micro-batch is about to be handed out: a series may follow it."""
+        strategy = self._context.strategy
+        if (
+            not position.is_checked
+            or position.is_other_ranks
+            or position.is_padding
+            or strategy.forward_is_collective
+            or isinstance(strategy, LossStrategy | ServerStrategy)
+            or len(self._tried) == _MOST_LOOPS
+            or self._loop in self._tried
+        ):
+            return
+        self._is_new = position.index not in self._had
+        if self._is_new and len(self._had) < _MOST_DIFFERENT:
+            with contextlib.suppress(Exception):  # of an object that nobody can copy
+                self._had[position.index] = replace(position, last=False, check=StepCheck.REPLAY), _copied(data)
+        self._collectives = _collectives()
+
+    def body_is_over(self, position: MicroBatchPosition, step: int) -> None:
+        """After a replay, compute the micro-batches that the rank has had in this step again and again.
+
+        Args:
+            position: of what was computed last.
+            step: steps done before this one.
+
+        Raises:
+            ReplayError: if a micro-batch gives other values than before, or a body leaves its loop.
+        """
+        if position.check is StepCheck.REPLAY and position.index in self._had and not self._is_new:
+            had, frame = list(self._had.values()), sys._getframe(1)
+            # What several ranks do together, all of them would have to begin.
+            is_alone = self._collectives is not None and _collectives() == self._collectives
+            body = loop_body(frame) if is_alone else None
+            if body is not None:
+                self._tried.add(self._loop)
+                self._repeat(body, had, step)
+        if position.last:
+            self._had.clear()
+
+    def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
+        state = self._context.state
+        snapshot = ScriptSnapshot(sys._getframe(), {id(one) for one in (*state.models, *state.optimizers)})
+        began = time.perf_counter()
+        with _quietly():
+            for number, (position, pristine) in enumerate(itertools.islice(itertools.cycle(had), _MOST), 2):
+                if time.perf_counter() - began > _MOST_S:
+                    break
+                data = _copied(pristine)
+                try:
+                    with self._computing(position, data):
+                        body(data)
+                except ReplayError as error:
+                    raise error.after(number) from None
+                except LeftLoop:
+                    place = place_of(position.index, position.of, step)
+                    raise ReplayError("its loop was left", place, after=number).naming(()) from None
+        snapshot.restore()
+
+    @property
+    def _loop(self) -> CodeType | None:
+        return next((frame.f_code for frame in script_frames(sys._getframe())), None)
+
+
+def _collectives() -> int | None:
+    try:
+        return collectives_begun()
+    except RuntimeError:  # of a backend that does not count them
+        return None
+
+
+def _copied(data: Data) -> Data:
+    copied: Data = pytree.tree_map_only(torch.Tensor, torch.clone, data)
+    return copied
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context in which nothing is printed or logged."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), _no_handlers():
+        yield
+
+
+@contextlib.contextmanager
+def _no_handlers() -> Iterator[None]:
+    # Not `logging.disable`, which a script can ask for.
+    call = logging.Logger.callHandlers
+    logging.Logger.callHandlers = lambda self, record: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        logging.Logger.callHandlers = call  # type: ignore[method-assign]
