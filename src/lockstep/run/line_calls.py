@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.run.decided_tests import is_script
-from lockstep.run.reachable import forget_snapshot, script_frames
 from lockstep.run.script_places import NOTHING, variable_at
 from lockstep.run.source_reads import Lines
 
@@ -55,22 +54,18 @@ class LineCalls:
     def __init__(self) -> None:
         self._ran: Final[dict[tuple[str, int], dict[tuple[CodeType, int], Ran]]] = {}  # by file and line
         self._known: Final[set[tuple[str, int, CodeType]]] = set()
-        self._is_watching = False
         self.is_new = False  #: whether something was seen that had not been seen before `seen`
 
     def watch(self) -> None:
-        """Look at what this thread runs from now on, unless a profiler does."""
-        if sys.getprofile() is None:
-            self._is_watching = True
-            sys.setprofile(self._note)
+        """Look at what this thread runs from now on, unless a debugger does."""
+        # Not by a profile function: before Python 3.13 that would keep all variables of the loop's function alive.
+        if sys.gettrace() is None:
+            sys.settrace(self._note)
 
     def unwatch(self) -> None:
         """Look no longer."""
-        if self._is_watching:
-            self._is_watching = False
-            sys.setprofile(None)
-            for frame in script_frames(sys._getframe()):
-                forget_snapshot(frame, frame.f_locals)  # which profiling has made
+        if sys.gettrace() == self._note:
+            sys.settrace(None)
 
     def ran_by(self, file: str, lines: Lines) -> list[Ran]:
         """The functions that these ``lines`` of a file have run, directly or by way of a package."""
@@ -85,9 +80,9 @@ class LineCalls:
         """Let go of the script's objects."""
         self._ran.clear()
 
-    def _note(self, frame: FrameType, event: str, _: object) -> None:
+    def _note(self, frame: FrameType, _event: str, _: object) -> None:
         code = frame.f_code
-        if event != "call" or not _is_read(code) or code.co_name in _NOT_COMPUTING:
+        if not _is_read(code) or code.co_name in _NOT_COMPUTING:
             return
         caller = frame.f_back
         while caller is not None and not _is_read(caller.f_code):

@@ -18,15 +18,21 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from lockstep.run.progress_reporter import ProgressReporter
 from lockstep.run.reachable import script_frames, set_variables, variables_of
 
 _NUMBERS: Final = (int, float, np.number)
 
 
 class ScriptSums:
-    """Keeps replays out of them."""
+    """Keeps replays out of them.
 
-    def __init__(self) -> None:
+    Args:
+        reporter: says once that each rank adds up over its own micro-batches; None on one rank.
+    """
+
+    def __init__(self, reporter: ProgressReporter | None) -> None:
+        self._reporter = reporter
         self._before: list[tuple[FrameType, dict[str, Any]]] = []
         self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of one number, in which the body adds; and a copy
         self._lists: list[tuple[list[Any], int]] = []
@@ -43,12 +49,8 @@ class ScriptSums:
             tensors = [value for name, value in variables.items() if name in names and _is_sum(value)]
             self._sums += [(value, value.clone()) for value in tensors]
 
-    def end_replays(self) -> list[str]:
-        """Something else is about to be handed out: what replays have changed is put back, if there were some.
-
-        Returns:
-            The names of the variables in which the body adds up.
-        """
+    def end_replays(self) -> None:
+        """Something else is about to be handed out: what replays have changed is put back, if there were some."""
         names = []
         sums = {id(value): value for value, was in self._sums if not torch.equal(value, was)}
         for frame, before in self._before:
@@ -64,7 +66,12 @@ class ScriptSums:
         for each, length in self._lists:
             del each[length:]
         self.forget()
-        return names
+        if names and self._reporter is not None:
+            self._reporter.say(
+                f"the loop's body adds up {', '.join(names[:4])}: each rank over its own micro-batches alone, and in "
+                "no checkpoint; run.measure(...) gives means over all ranks"
+            )
+            self._reporter = None
 
     def forget(self) -> None:
         """The loop is left, in a replay perhaps: what its body has done stays, as it was done once."""

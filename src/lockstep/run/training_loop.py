@@ -21,8 +21,8 @@ from lockstep.run.micro_batches import MicroBatches, refuse_count
 from lockstep.run.parameter_sets import Optimizers
 from lockstep.run.passes import OuterLoop
 from lockstep.run.reachable import changed, look, script_roots
-from lockstep.run.repeated_body import RepeatedBody
 from lockstep.run.replay import SAMPLES, ReplayError
+from lockstep.run.replay_series import ReplaySeries
 from lockstep.run.script_sums import ScriptSums
 from lockstep.run.setup import RunContext
 from lockstep.run.start import TrainingStart
@@ -54,11 +54,10 @@ class TrainingLoop:
         self._metrics: Final = context.metrics
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
-        self._script_sums: Final = ScriptSums()
-        self._said_sums = False
+        self._script_sums: Final = ScriptSums(context.reporter if context.group.size > 1 else None)
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
-        self._repeated: Final = RepeatedBody(context, self._computing)
+        self._series: Final = ReplaySeries(context, train_step, self._handing_out)
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
@@ -331,15 +330,16 @@ class TrainingLoop:
         while (batches := self._data.next_step(loaders)) is not None:
             carries = self._carried.is_used  # which no other rank has
             train_step.audit.require_stored(between=True)
+            self._series.step_begins()
             step = self._position.progress.step
             for position, data in batches:
                 if carries and position.is_other_ranks:
                     continue
-                self._repeated.body_begins(position, data)
+                self._series.body_begins(position, data)
                 current = yield from self._body(position, data)
                 try:
                     step_is_done = train_step.end(current)
-                    self._repeated.body_is_over(position, step)
+                    self._series.body_is_over(position, step)
                 except ReplayError as error:
                     if error.of_samples or context.strategy.forward_is_collective:
                         raise error.naming(()) from None
@@ -385,13 +385,6 @@ class TrainingLoop:
         return current
 
     @contextlib.contextmanager
-    def _computing(self, position: MicroBatchPosition, data: Data) -> Iterator[None]:
-        """A context in which something else than the script's loop computes a replay at ``position``."""
-        with self._handing_out(position, data) as current:
-            yield
-        self._train_step.end(current)
-
-    @contextlib.contextmanager
     def _handing_out(self, position: MicroBatchPosition, data: Data) -> Iterator[CurrentMicroBatch]:
         """A context in which a micro-batch's losses are computed."""
         context = self._context
@@ -415,19 +408,10 @@ class TrainingLoop:
             self._state.beside.begin_replay()
         else:
             self._state.beside.end_replays()
-            self._say_sums(self._script_sums.end_replays())
+            self._script_sums.end_replays()
         with context.precision.forward():
             yield current
         self._metrics.require_ended("evaluate")
-
-    def _say_sums(self, names: Sequence[str]) -> None:
-        """The body adds up variables called ``names`` by itself: said once, where there are several ranks."""
-        if names and not self._said_sums and self._context.group.size > 1:
-            self._said_sums = True
-            self._context.reporter.say(
-                f"the loop's body adds up {', '.join(names[:4])}: each rank over its own micro-batches alone, and in "
-                "no checkpoint; run.measure(...) gives means over all ranks"
-            )
 
     def _serve(self, loaders: Sequence[MicroBatchLoader]) -> None:
         """The rest of the pass's steps, or those that the others make; for a rank without micro-batches of its own."""

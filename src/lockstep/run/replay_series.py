@@ -27,39 +27,46 @@ from torch.utils import _pytree as pytree
 
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data
-from lockstep.heartbeat.frames import collectives_begun
+from lockstep.heartbeat import collectives_begun
 from lockstep.run.loop_body import LeftLoop, loop_body
 from lockstep.run.reachable import script_frames
 from lockstep.run.replay import ReplayError, place_of
 from lockstep.run.script_snapshot import ScriptSnapshot
 from lockstep.run.setup import RunContext
+from lockstep.run.train_step import CurrentMicroBatch, TrainStep
 from lockstep.strategies import LossStrategy, ServerStrategy
 
-_MOST: Final = 64  # bodies
+MOST: Final = 64  #: bodies
 _MOST_DIFFERENT: Final = 4
 _MOST_S: Final = 1.0
 _MOST_LOOPS: Final = 3
 
-Computing = Callable[[MicroBatchPosition, Data], AbstractContextManager[None]]
-"""A context in which a body computes its micro-batch, which is compared when the context is left."""
+HandingOut = Callable[[MicroBatchPosition, Data], AbstractContextManager[CurrentMicroBatch]]
+"""A context in which a body computes a micro-batch."""
 
 
-class RepeatedBody:
+class ReplaySeries:
     """Tries it once for each loop of the script.
 
     Args:
         context: of the run.
-        computing: see `Computing`.
+        train_step: compares what bodies compute.
+        handing_out: see `HandingOut`.
     """
 
-    def __init__(self, context: RunContext, computing: Computing) -> None:
+    def __init__(self, context: RunContext, train_step: TrainStep, handing_out: HandingOut) -> None:
         self._context: Final = context
-        self._computing: Final = computing
+        self._train_step: Final = train_step
+        self._handing_out: Final = handing_out
         self._tried: Final[set[CodeType | None]] = set()
         #: The micro-batches that the rank has had in this step, before a body could change them.
         self._had: Final[dict[int, tuple[MicroBatchPosition, Data]]] = {}
         self._is_new = False  # whether the micro-batch that the script has is computed for the first time
         self._collectives: int | None = 0  # that were begun before it
+
+    def step_begins(self) -> None:
+        """The first micro-batch of a step is about to be handed out."""
+        self._had.clear()
 
     def body_begins(self, position: MicroBatchPosition, data: Data) -> None:
         """A micro-batch is about to be handed out: a series may follow it."""
@@ -98,21 +105,20 @@ class RepeatedBody:
             if body is not None:
                 self._tried.add(self._loop)
                 self._repeat(body, had, step)
-        if position.last:
-            self._had.clear()
 
     def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
         state = self._context.state
         snapshot = ScriptSnapshot(sys._getframe(), {id(one) for one in (*state.models, *state.optimizers)})
         began = time.perf_counter()
         with _quietly():
-            for number, (position, pristine) in enumerate(itertools.islice(itertools.cycle(had), _MOST), 2):
+            for number, (position, pristine) in enumerate(itertools.islice(itertools.cycle(had), MOST), 2):
                 if time.perf_counter() - began > _MOST_S:
                     break
                 data = _copied(pristine)
                 try:
-                    with self._computing(position, data):
+                    with self._handing_out(position, data) as current:
                         body(data)
+                    self._train_step.end(current)
                 except ReplayError as error:
                     raise error.after(number) from None
                 except LeftLoop:
