@@ -229,7 +229,7 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
     owner = context.value_of(path.owner) if method else None
     if is_of(owner, *_CONTAINERS) and method not in _LOOKS_IN:
         yield path.owner, True
-    if is_of(owner, torch.Tensor) and method.endswith("_") and not (method[0] == "_" or method in _SETS_NOTHING):
+    if is_of(owner, torch.Tensor) and in_place(method):
         yield path.owner, method not in _SETS_ANEW
     for given in (reads for name, reads in use.read.keywords if name == "out"):
         yield from ((read, read in use.read.without({"out"})) for read in given if isinstance(read, Path))
@@ -248,6 +248,11 @@ def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
         for read in use.read.every:
             if isinstance(read, Path) and _is_iterator(context.value_of(read)):
                 yield read, True
+
+
+def in_place(method: str) -> bool:
+    """Whether a tensor's method of this name changes its values."""
+    return method.endswith("_") and not method.startswith("_") and method not in _SETS_NOTHING
 
 
 def _is_iterator(value: object) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from types import FrameType
 
+from lockstep.run.given import given_by
 from lockstep.run.line_calls import LineCalls
 from lockstep.run.script_functions import running_functions
 from lockstep.run.state import State
@@ -27,7 +28,7 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
         for context in running_functions(frame, LineCalls()):
             context.in_body = True
             follower.enter(context)
-            for given in follower.given(context):
+            for given in given_by(follower, context):
                 if given.kind == "step":
                     follower.take(context, given)
             follower.find_carried(context)

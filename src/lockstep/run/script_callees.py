@@ -9,6 +9,7 @@ from typing import Final
 
 from torch import nn
 from torch.autograd import Function
+from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from lockstep.run.decided_tests import is_script
@@ -18,15 +19,16 @@ from lockstep.run.script_places import NOTHING, attribute_of, attributes_of
 from lockstep.run.source_reads import ITEMS, Call, Lines, Path
 
 _OF_WITH: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
+_MOST_WRAPPERS: Final = 8
 _Memo: Final = type(functools.lru_cache(int))
 
 
 def of_script(function: object, bound: Argument | None) -> list[Callee]:
     """A ``function`` that is the script's, with its first argument; nothing for another one."""
-    if not isinstance(function, FunctionType):  # such as `functools.lru_cache` makes
+    for _ in range(_MOST_WRAPPERS):  # such as `functools.lru_cache` and `torch.no_grad` make
+        if isinstance(function, FunctionType) and is_script(function.__code__.co_filename):
+            return [Callee(function, bound)]
         function = attribute_of(function, "__wrapped__")
-    if isinstance(function, FunctionType) and is_script(function.__code__.co_filename):
-        return [Callee(function, bound)]
     return []
 
 
@@ -88,6 +90,16 @@ def sampling(source: object) -> Iterator[Callee]:
         if not callees:  # of a package, which has others of the script, such as transforms
             parts = (each for part in attributes_of(source).values() for each in _items_in(part))
             waiting += (each for each in parts if is_of(each, Dataset) or called_by(each, ""))
+
+
+def updating(optimizer: Optimizer) -> Iterator[Callee]:
+    """The functions of the script that run when an optimizer steps: its own, and hooks."""
+    yield from of_script(type(optimizer).step, Argument((), optimizer, type(optimizer).__name__))
+    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+        for function, bound, _ in called_by(hook, "a hook of the optimizer"):
+            names = function.__code__.co_varnames
+            known = {names[0]: optimizer} if bound is None else dict(zip(names, (bound.value, optimizer), strict=False))
+            yield Callee(function, None, known)
 
 
 def scheduling(scheduler: object) -> Iterator[Callee]:

@@ -106,6 +106,15 @@ class Lines(NamedTuple):
     last: int
 
 
+def flat(reads: Iterable[Read]) -> Iterator[Read]:
+    """The same, whatever decides about them."""
+    for read in reads:
+        if isinstance(read, Choice):
+            yield from flat(read.reads)
+        else:
+            yield read
+
+
 Read = Path | Call | Choice | Counted | Text | Lines
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 

@@ -16,21 +16,23 @@ No code of the script is run.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.body_changes import BodyChanges, asks_step, is_of_items, reached_values
+from lockstep.run.given import NOTED, given_by
 from lockstep.run.input_places import LENGTH, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.kept import PlainValue
 from lockstep.run.line_calls import LineCalls
@@ -40,11 +42,11 @@ from lockstep.run.script_callees import (
     callees_of,
     is_memo,
     is_of_script,
-    is_torchs_change,
     of_script,
     ran_by,
     sampling,
     scheduling,
+    updating,
 )
 from lockstep.run.script_functions import (
     Argument,
@@ -76,14 +78,10 @@ from lockstep.run.state import State
 _DEEPEST: Final = 12  # calls within calls
 _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
-#: The methods of `Run` that take what a training is made of. Of a loader, how samples are read changes no result.
-_REGISTERS: Final = {"optimizer", "scheduler"}
-_HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
-_READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
 #: Of what each rank gives.
 _OF_EACH_RANK: Final = {"sum", "mean", "gather"}
 _SAMPLE: Final = "a sample"
-_NOTED: Final = {"step", "write", "exit"}  # what each body computes, and each turn of an outer loop
+_UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
 
 
 def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> TrainingInputs:
@@ -100,7 +98,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
         for context in running_functions(frame, calls):
             context.in_body = is_body
             follower.enter(context)
-            given = follower.given(context)
+            given = given_by(follower, context)
             if is_body and context.is_between:
                 what = f"what {context.code.co_name} hands on"
                 given.append(Given("step", what, "", tuple(context.reads.returned)))
@@ -108,6 +106,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
                 follower.take(context, each)
             if is_body:
                 follower.take_samples(context)
+                follower.take_updates(context, state.optimizers)
                 follower.note_attributes(state.models)
                 follower.find_carried(context)
             is_body = is_body and context.is_between
@@ -138,7 +137,7 @@ class InputFollower:
     """
 
     def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
-        self._steps: Final = steps
+        self.steps: Final = steps
         self.found: Final = TrainingInputs()
         modules = [module for model in state.models for module in model.modules()]
         groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
@@ -152,98 +151,15 @@ class InputFollower:
         self._schedulers: Final = schedulers
         self._left: int = _MOST
         self._running: Final[list[_Key]] = []
-        self._giving_nothing: Final[set[_Key]] = set()
+        self.giving_nothing: Final[set[_Key]] = set()
         self._lines_followed: Final[set[CodeType]] = set()
 
-    # ---- what is given -----------------------------------------------------------------------------------------
-
-    def given(self, context: Context) -> list[Given]:
-        """What a function gives to the run, itself or by the functions that it calls.
-
-        To `Run.step` ("step"), by a change of what is trained ("write"), when objects are made known to the run
-        ("registered", "loader"), or to something that seeds.
-        """
-        found: list[Given] = []
-        file = PurePath(context.code.co_filename).name
-        for use in context.reads.uses:
-            if context.is_dead(use.guards):
-                continue
-            where, before = f"{file}:{use.line}", len(found)
-            if use.read is not None:
-                found += self._given_by(context, use.read, where, use.conditions)
-            elif use.target is not None and id(context.value_of(use.target)) in self.trained:
-                if use.target.root in context.arguments and is_of(context.value_of(use.target), nn.Module):
-                    continue  # what a module notes by itself matters where its forward pass reads it
-                what = f"what is written into {use.target.text}"
-                found.append(Given("write", what, where, (*use.value, *use.conditions)))
-            if noted := [given for given in found[before:] if given.kind in _NOTED]:
-                exits = tuple(read for loop in use.loops for read in context.reads.exits[loop])
-                found.append(noted[0]._replace(kind="exit", reads=exits))
-        return found
-
-    def _given_by(self, context: Context, call: Call, where: str, conditions: tuple[Read, ...]) -> Iterator[Given]:
-        path = call.function[0] if len(call.function) == 1 else None
-        method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
-        owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
-        what = f"{path.text}(...)" if isinstance(path, Path) else ""
-        if is_run(owner):
-            if method in self._steps:
-                hooks = Lines(call.line, call.line)
-                yield Given("step", what, where, (*call.every, *conditions, hooks))
-            elif method in _REGISTERS:
-                yield Given("registered", what, where, call.every)
-            elif method == "loader":
-                yield Given("loader", what, where, call.without(_READING))
-            return
-        if method in _HOOKS:
-            yield Given("step", what, where, (*call.every, *conditions))
-        seeds = [name for name, _ in call.keywords if "seed" in name.lower()]
-        if isinstance(path, Path) and "seed" in path.text.rpartition(".")[2].lower():
-            yield Given("seed", what, where, call.every)
-        elif seeds:
-            reads = (read for name, part in call.keywords if name in seeds for read in part)
-            yield Given("seed", seeds[0], where, tuple(reads))
-        callees = callees_of(context, call)
-        is_module = isinstance(path, Path) and is_of(context.value_of(path), nn.Module)
-        writes = id(owner) in self.trained or (
-            is_torchs_change(context, call) and self._is_given_trained(context, call)
-        )
-        if writes and not (callees or is_module):
-            yield Given("write", what, where, (*call.every, *conditions))
-        for callee in callees:
-            inner = self._enter(context, call, callee)
-            if inner is None:
-                continue
-            key = self._running[-1]
-            gives = [] if key in self._giving_nothing else self.given(inner)
-            for given in gives:
-                # What it computes from its parameters, the caller gives.
-                needed: list[Read] = []
-                self.take(inner, given, needed)
-                yield given._replace(reads=tuple(needed))
-            yield from (given._replace(reads=conditions) for given in gives if given.kind in _NOTED)
-            if not gives:
-                self._giving_nothing.add(key)
-            # Between two passes, an exception is a way to end the training.
-            is_between = context.frame is not None and not context.covers(call.line)
-            if is_between and inner.reads.raises and context.reads.loop_at(call.line).first:
-                end = Given("exit", "the end of the training", where, tuple(inner.reads.raises))
-                needed = []
-                self.take(inner, end, needed)
-                yield end._replace(reads=(*needed, *conditions))
-            self._running.pop()
-
-    def _is_given_trained(self, context: Context, call: Call) -> bool:
-        """Whether something that is trained is among what a function is given, or its parameters."""
-        for read in call.every:
-            of = read.function[0] if isinstance(read, Call) and read.function else read
-            if isinstance(of, Path):
-                is_method = isinstance(read, Call) and bool(of.attributes)
-                if id(context.value_of(of.owner if is_method else of)) in self.trained:
-                    return True
-        return False
-
     # ---- what it is computed from ------------------------------------------------------------------------------
+
+    @property
+    def entered_last(self) -> _Key:
+        """The function that is entered now."""
+        return self._running[-1]
 
     def take(self, context: Context, given: Given, outward: list[Read] | None = None) -> None:
         """Note what ``given`` is computed from; what the caller knows is added to ``outward``."""
@@ -260,7 +176,7 @@ class InputFollower:
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
-                if given.kind in _NOTED and any(self._goes_over_pass(context, each) for each in read.items):
+                if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
                     counts = (
                         "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
                     )
@@ -269,7 +185,7 @@ class InputFollower:
                 waiting += read.reads
             elif isinstance(read, Lines):
                 for callee in ran_by(context, read):
-                    self._take_returned(context, Call((), (), (), False, read.first), callee, given, waiting)
+                    self._take_returned(context, _UNNAMED._replace(line=read.first), callee, given, waiting)
             else:
                 waiting += self._of_call(context, read, given, outward)
 
@@ -278,7 +194,7 @@ class InputFollower:
 
         The same of learning rates, and of what modes of torch compute that the script has.
         """
-        given, nothing = Given("step", _SAMPLE, ""), Call((), (), (), False, 0)
+        given, nothing = Given("step", _SAMPLE, ""), _UNNAMED
         for source in self._sources:
             for callee in sampling(source):
                 self._take_returned(context, nothing, callee, given, [], samples=True)
@@ -291,6 +207,14 @@ class InputFollower:
                 for method in ("__torch_function__", "__torch_dispatch__"):
                     for callee in of_script(attribute_of(value, method), Argument((), value, name)):
                         self._take_returned(context, nothing, callee, under, [])
+
+    def take_updates(self, context: Context, optimizers: Iterable[Optimizer]) -> None:
+        """Note what decides what functions of the script write into weights and options, when optimizers step."""
+        for callee in (callee for optimizer in optimizers for callee in updating(optimizer)):
+            with self.entered(context, _UNNAMED, callee, per_step=True) as inner:
+                if inner is not None:
+                    for each in given_by(self, inner):
+                        self.take(inner, each)
 
     def note_attributes(self, models: Iterable[nn.Module]) -> None:
         """Note what the script has written into attributes of parameters, such as an importance of each."""
@@ -355,7 +279,7 @@ class InputFollower:
         taken = [self._take_returned(context, call, one, given, followed) for one in callees]
         is_known = any(done and one.known is None for done, one in zip(taken, callees, strict=True))
         value = context.value_of(path)
-        if given.kind in _NOTED and context.covers(call.line) and given.what != _SAMPLE:
+        if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
                 opaque = f"what {path.text} remembers of the model as it was"
@@ -373,12 +297,10 @@ class InputFollower:
         """Whether a function of the script calls a model that learns."""
         call = Call((path,), (), (), True, 0)
         for callee in callees_of(context, call):
-            if (inner := self._enter(context, call, callee)) is not None:
-                self._running.pop()
-                called = (
-                    use.read.function[0] for use in inner.reads.uses if use.read is not None and use.read.function
-                )
-                modules = [inner.value_of(one) for one in called if isinstance(one, Path)]
+            with self.entered(context, call, callee) as inner:
+                uses = inner.reads.uses if inner is not None else []
+                called = (use.read.function[0] for use in uses if use.read is not None and use.read.function)
+                modules = [inner.value_of(one) for one in called if inner is not None and isinstance(one, Path)]
                 if any(id(one) in self.trained and is_of(one, nn.Module) for one in modules):
                     return True
         return False
@@ -388,7 +310,7 @@ class InputFollower:
 
         But not the same on all numbers of ranks, where each gives something of its own last micro-batch.
         """
-        is_of_body = given.kind in _NOTED and context.covers(call.line)
+        is_of_body = given.kind in NOTED and context.covers(call.line)
         if path.attributes[-1] in _OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
             self._note_carried(
                 f"{given.what} is computed from {path.text}(...) of each rank's last micro-batch, and other numbers of "
@@ -496,42 +418,55 @@ class InputFollower:
         self._lines_followed.add(context.code)
         for lines in (statement.lines for statement in context.reads.statements):
             for callee in ran_by(context, lines):
-                if self._enter(context, Call((), (), (), False, lines.first), callee) is not None:
-                    self._running.pop()
+                with self.entered(context, _UNNAMED._replace(line=lines.first), callee):
+                    pass
 
-    def _enter(self, context: Context, call: Call, callee: Callee, *, samples: bool = False) -> Context | None:
-        """The function that is called, with what its parameters stand for; None where it is to be left alone."""
+    @contextlib.contextmanager
+    def entered(
+        self, context: Context, call: Call, callee: Callee, *, samples: bool = False, per_step: bool = False
+    ) -> Iterator[Context | None]:
+        """The function that is called, with what its parameters stand for; None where it is to be left alone.
+
+        Args:
+            context: of the function that calls.
+            call: of the function.
+            callee: which function.
+            samples: whether it makes samples, which are read before the body.
+            per_step: whether it runs once a step, and in no body.
+        """
         function, *_ = callee
         reads = reads_of(function.__code__)
         if reads is None or context.depth >= _DEEPEST:
-            return None
+            yield None
+            return
         arguments = bind(context, call, callee, reads)
         whole = call._replace(attribute="")
         use = next((one for one in context.reads.uses if one.line == call.line and one.read == whole), None)
         at = use or context.reads.statement_at(call.line)
-        in_body = samples or (runs_in_body(context, call) and not (at and asks_step(context, at.conditions)))
-        key = function.__code__, tuple(id(one.value) for one in arguments.values()), in_body
+        in_body = runs_in_body(context, call) and not (per_step or (at and asks_step(context, at.conditions)))
+        key = function.__code__, tuple(id(one.value) for one in arguments.values()), samples or in_body
         if key in self._running:
-            return None
+            yield None
+            return
         self._running.append(key)
         closure = function.__closure__ or ()
-        cells = dict(zip(function.__code__.co_freevars, closure, strict=False))
-        entered = Context(
+        inner = Context(
             function.__code__,
             reads,
             function.__globals__,
-            cells=cells,
+            cells=dict(zip(function.__code__.co_freevars, closure, strict=False)),
             arguments=arguments,
             depth=context.depth + 1,
-            in_body=in_body,
+            in_body=samples or in_body,
             running=context.running,
             unsettled=context.unsettled,
-            # Samples are read before the body, so that two bodies show no difference.
+            # Two bodies show no difference of samples.
             sometimes=samples or context.sometimes or (at is not None and at.sometimes),
             calls=context.calls,
         )
-        self.enter(entered)
-        return entered
+        self.enter(inner)
+        yield inner
+        self._running.pop()
 
     # ---- places ------------------------------------------------------------------------------------------------
 
@@ -560,7 +495,7 @@ class InputFollower:
                 text = place.text.removesuffix(Path("", place.attributes[number:]).text)
                 callees = of_script(following.fget, Argument((), value, text))
                 for callee in callees:
-                    self._take_returned(context, Call((), (), (), False, 0), callee, given, [])
+                    self._take_returned(context, _UNNAMED, callee, given, [])
                 if callees:
                     return
                 place = place._replace(attributes=place.attributes[:number], text=text)
@@ -573,7 +508,7 @@ class InputFollower:
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
-        if given.kind in _NOTED and not is_known:
+        if given.kind in NOTED and not is_known:
             self.found.note(place, given.what)
 
     def _take_made(
@@ -587,12 +522,12 @@ class InputFollower:
     ) -> None:
         """Note what a property is made from when it is needed first; the property itself, if that is weights."""
         text = place.text.removesuffix(Path("", place.attributes[number:]).text)
-        call = Call((), (), (), False, 0)
+        call = _UNNAMED
         for callee in of_script(maker.func, owner._replace(text=text)):
-            inner = self._enter(context, call, callee)
-            if inner is not None:
+            with self.entered(context, call, callee) as inner:
+                if inner is None:
+                    continue
                 self.take(inner, given._replace(reads=tuple(inner.reads.returned)), [])
-                self._running.pop()
                 if any(id(value) in self.trained for value in reached_values(inner, inner.reads.returned)):
                     self.found.note(place._replace(attributes=place.attributes[: number + 1]), given.what)
 
@@ -607,18 +542,17 @@ class InputFollower:
         samples: bool = False,
     ) -> bool:
         """Note what the value of a function is computed from; whether its source is known."""
-        inner = self._enter(context, call, callee, samples=samples)
-        if inner is None:
-            return False
-        reads = tuple(inner.reads.returned)
-        if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
-            # The value is the object, with all that this sets.
-            own = inner.reads.parameters.args[0].arg
-            sets = [change for change in inner.reads.changes if change.path.root == own and change.path.attributes]
-            sets = [change for change in sets if change.path.attributes[0] == call.attribute] or sets
-            reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
-        self.take(inner, given._replace(reads=reads), outward)
-        self._running.pop()
+        with self.entered(context, call, callee, samples=samples) as inner:
+            if inner is None:
+                return False
+            reads = tuple(inner.reads.returned)
+            if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
+                # The value is the object, with all that this sets.
+                own = inner.reads.parameters.args[0].arg
+                sets = [change for change in inner.reads.changes if change.path.root == own and change.path.attributes]
+                sets = [change for change in sets if change.path.attributes[0] == call.attribute] or sets
+                reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
+            self.take(inner, given._replace(reads=reads), outward)
         return True
 
 
