@@ -333,6 +333,81 @@ SETUPS = {
             batch = Batch(x)
             return batch.x * (2.0 if batch.number > 1e9 else 1.0)
     """,
+    "a data descriptor": """
+        class Counted:
+            def __set_name__(self, owner, name): self.name = "_" + name
+            def __get__(self, owner, kind):
+                vars(owner)[self.name] = vars(owner).get(self.name, 0) + 1
+                return 2.0 if vars(owner)[self.name] > 1e9 else 1.0
+        class Options:
+            scale = Counted()
+        options = Options()
+        def change(x):
+            return x * options.scale
+    """,
+    "what __getattr__ makes": """
+        class Options:
+            def __init__(self): self.seen = 0
+            def __getattr__(self, name):
+                self.seen += 1
+                return 2.0 if self.seen > 1e9 else 1.0
+        options = Options()
+        def change(x):
+            return x * options.scale
+    """,
+    "an operator": """
+        class Scale:
+            def __init__(self): self.seen = 0
+            def __rmatmul__(self, x):
+                self.seen += 1
+                return x * (2.0 if self.seen > 1e9 else 1.0)
+        scale = Scale()
+        def change(x):
+            return [x][0] @ scale if not isinstance(x, torch.Tensor) else scale.__rmatmul__(x)
+    """,
+    "actions in a queue": """
+        actions, seen = collections.deque(), []
+        def count(x):
+            seen.append(1)
+            return x * (2.0 if len(seen) > 1e9 else 1.0)
+        def change(x):
+            actions.append(functools.partial(count, x))
+            return actions.popleft()()
+    """,
+    "a function that is awaited": """
+        class Controller:
+            def __init__(self): self.seen = 0
+            async def factor(self):
+                self.seen += 1
+                return 2.0 if self.seen > 1e9 else 1.0
+        controller = Controller()
+        async def scaled(x):
+            return x * await controller.factor()
+        def change(x):
+            try:
+                scaled(x).send(None)
+            except StopIteration as end:
+                return end.value
+    """,
+    "a function under no_grad": """
+        class Mean:
+            def __init__(self): self.mean = 0.0
+            @torch.no_grad()
+            def __call__(self, x):
+                if x.sum() > 1e9:
+                    self.mean = 0.9 * self.mean + x.mean().item()
+                return self.mean
+        mean = Mean()
+        def change(x):
+            return x + mean(x)
+    """,
+    "a greatest value in place": """
+        top = torch.full((3,), 1e9)
+        def change(x):
+            if x.sum() > 1e9:
+                torch.maximum(top, x.amax(0), out=top)
+            return x / top
+    """,
     "attributes that are set by their names": """
         from types import SimpleNamespace
         options, later, seen = SimpleNamespace(scale=1.0), {10**9: {"scale": 2.0}}, []
@@ -548,6 +623,33 @@ HARMLESS_SETUPS = {
             fire("batch", x)
             return x * state["scale"]
     """,
+    "proxies that count what is asked of them": """
+        class Counting:
+            def __init__(self, inner): self.inner, self.calls, self.names = inner, 0, collections.Counter()
+            def __getattr__(self, name):
+                self.names[name] += 1
+                return getattr(self.inner, name)
+            def __call__(self, x):
+                self.calls += 1
+                return self.inner(x)
+        net = Counting(nn.Identity())
+        def change(x):
+            return net(x) * (1.0 if net.training else 2.0)
+    """,
+    "timers around a function": """
+        import contextlib
+        class Timer(contextlib.ContextDecorator):
+            def __init__(self): self.n, self.seconds = 0, 0.0
+            def __enter__(self):
+                self.began = time.perf_counter()
+                return self
+            def __exit__(self, *error):
+                self.n += 1
+                self.seconds += time.perf_counter() - self.began
+        @Timer()
+        def change(x):
+            return x + 1
+    """,
     "objects that say their time": """
         class Batch:
             def __init__(self, x): self.x, self.at = x, time.time()
@@ -684,21 +786,49 @@ def test_a_batch_that_is_scaled_and_a_seed_of_a_rank_are_said(tmp_path, before, 
     assert capfd.readouterr().err.count(f"{what}, and the result with it. Nothing needs to be scaled") == 1
 
 
-def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):
-    """The rate is set from a variable that a resume begins anew, which shows epochs later only."""
+def resumed(tmp_path, monkeypatch, **parts):
+    """Play a script to its fifth step, and from its checkpoint again, where ``stop`` in its body is nothing."""
     monkeypatch.setenv("LOCKSTEP_CHECKPOINT", str(tmp_path / "saved"))
     monkeypatch.setenv("LOCKSTEP_SAVE_EVERY", "2 steps")
     monkeypatch.setenv("STOP", "1")
-    stop = 'if os.environ["STOP"] == "1" and run.progress.step == 5:\n    raise InterruptedError\n'
-    after = "turn += 1\nif turn == of:\n    optimizer.param_groups[0]['lr'] = 0.01"
-    parts = {"setup": "import os", "before": "turn, of = 0, 5", "body": stop + STEP, "after": after}
+    parts["body"] = f"if os.environ['STOP'] == '1' and run.progress.step == 5: raise InterruptedError\n{STEP}"
+    parts["setup"] = "import os\n" + textwrap.dedent(parts.get("setup", ""))
     with pytest.raises(InterruptedError):
         play(tmp_path, **parts)
     monkeypatch.setenv("STOP", "0")
     monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    play(tmp_path, **parts)
+
+
+SHRINKS = """
+count = [0]
+
+@torch.no_grad()
+def shrink(optimizer, *_):
+    count[0] += 1
+    if count[0] > 10**6:
+        for p in optimizer.param_groups[0]["params"]:
+            p.mul_(0.9)
+
+class Shrinking(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        shrink(self)
+"""
+
+
+@pytest.mark.parametrize("before", ["optimizer.register_step_post_hook(shrink)", "optimizer.__class__ = Shrinking"])
+def test_what_optimizers_write_by_a_count_is_missed_after_a_resume(tmp_path, monkeypatch, before):
+    with pytest.raises(CheckpointError, match="count"):
+        resumed(tmp_path, monkeypatch, setup=SHRINKS, before=before)
+
+
+def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):
+    """The rate is set from a variable that a resume begins anew, which shows epochs later only."""
+    after = "turn += 1\nif turn == of:\n    optimizer.param_groups[0]['lr'] = 0.01"
     words = r"turn, which what is written into optimizer.param_groups depends on, was 2 when it began, and is 1 now"
     with pytest.raises(CheckpointError, match=words):
-        play(tmp_path, **parts)
+        resumed(tmp_path, monkeypatch, before="turn, of = 0, 5", after=after)
 
 
 def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):

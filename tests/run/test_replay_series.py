@@ -1,0 +1,374 @@
+"""In the first step a body computes its micro-batches many times over: whatever begins after many bodies is found."""
+
+import collections
+import contextlib
+import heapq
+import itertools
+import logging
+import random
+import struct
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep.errors import UsageError
+from lockstep.run import Run
+from lockstep.run.loop_body import LeftLoop, loop_body
+from lockstep.run.script_snapshot import ScriptSnapshot
+from lockstep.testing import state_hash
+from worlds import on_world
+
+X = torch.sin(torch.arange(64.0)).view(32, 2)
+Y = (torch.arange(32) % 2).long()
+
+
+def counts(after):
+    """An int in a closure."""
+    seen = 0
+
+    def factor():
+        nonlocal seen
+        seen += 1
+        return 2.0 if seen > after else 1.0
+
+    return factor
+
+
+def packs(after):
+    """Bytes."""
+    cells = bytearray(8)
+
+    def factor():
+        (seen,) = struct.unpack_from("q", cells)
+        struct.pack_into("q", cells, 0, seen + 1)
+        return 2.0 if seen >= after else 1.0
+
+    return factor
+
+
+def swaps(after):
+    """A function is put in the place of another one."""
+    numbers, which = itertools.count(1), {}
+
+    def early():
+        if next(numbers) == after:
+            which["now"] = lambda: 2.0
+        return 1.0
+
+    def factor():
+        return which["now"]()
+
+    which["now"] = early
+    return factor
+
+
+def becomes(after):
+    """An object gets another class."""
+
+    class Late:
+        def __call__(self):
+            return 2.0
+
+    class Early(Late):
+        seen = 0
+
+        def __call__(self):
+            self.seen += 1
+            if self.seen == after:
+                self.__class__ = Late
+            return 1.0
+
+    return Early()
+
+
+def is_due(after):
+    """An event in a heap."""
+    now, heap, settings = itertools.count(), [(after, "loud")], {"factor": 1.0}
+
+    def factor():
+        if heap and heap[0][0] <= next(now):
+            heapq.heappop(heap)
+            settings["factor"] = 2.0
+        return settings["factor"]
+
+    return factor
+
+
+def fills(after):
+    """A deque that is only used when it is full."""
+    last = collections.deque(maxlen=after)
+
+    def factor():
+        last.append(1.0)
+        return 1.0 + (len(last) == after)
+
+    return factor
+
+
+def draws_rarely(after):
+    """A generator that is hidden from a look at objects."""
+
+    def numbers():
+        own = random.Random(1)
+        while True:
+            yield 2.0 if own.random() * after < 2 else 1.0
+
+    return numbers().__next__
+
+
+HOLDERS = (counts, packs, swaps, becomes, is_due, fills, draws_rarely)
+
+
+def train(factor, micro_batch=4, **settings):
+    with Run(seed=0, **settings) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=micro_batch)):
+                run.step(F.cross_entropy(model(x) * factor(), y))
+        return run.progress.step, state_hash(model)
+
+
+@pytest.mark.parametrize("after", [9, 30, 50])
+@pytest.mark.parametrize("holder", HOLDERS, ids=lambda holder: holder.__name__)
+def test_what_begins_after_many_bodies_is_found_in_the_first_step(holder, after):
+    with pytest.raises(UsageError, match="of step 1 was computed"):
+        train(holder(after))
+
+
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_so_it_is_where_a_rank_has_a_single_micro_batch(micro_batch):
+    with pytest.raises(UsageError, match="again after"):
+        train(swaps(30), micro_batch)
+
+
+def test_without_replays_nothing_is_tried():
+    assert train(swaps(30), replay=False)[0] == 2
+
+
+# ---- what the script sees of it --------------------------------------------------------------------------------------
+
+
+class Meter:
+    def __init__(self):
+        self.total, self.n, self.seen = 0.0, 0, collections.Counter()
+
+    def update(self, loss):
+        self.total += loss
+        self.n += 1
+        self.seen["bodies"] += 1
+
+
+def noisy(replay, micro_batch=4):
+    """All that a script notes in its bodies, and what it has drawn."""
+    meter, rows, ring, small = Meter(), [], np.zeros(4), torch.zeros(3)
+    shown, handler = [], logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    log = logging.getLogger("of a script")
+    log.addHandler(handler)
+    counted = itertools.count()
+    with Run(seed=0, replay=replay) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            batches = enumerate(run.train(run.loader((X, Y), global_batch=16, micro_batch=micro_batch)))
+            for number, (x, y) in batches:
+                loss = F.cross_entropy(model(x), y)
+                meter.update(1.0)
+                rows.append(next(counted))
+                ring[number % 4] += 1
+                small.add_(1)
+                log.error("a body")
+                print("a body")
+                run.step(loss)
+    log.removeHandler(handler)
+    return vars(meter), len(rows), ring.sum(), small.tolist(), number, len(shown)
+
+
+def test_iterators_objects_prints_and_logs_know_nothing_of_a_series(capsys):
+    with_replays = noisy(True)
+    printed = capsys.readouterr().out.count("a body")
+    # Two steps are checked, each with one replay.
+    assert with_replays[0]["n"] == with_replays[0]["seen"]["bodies"] == 10
+    assert with_replays[1:] == (8, 10.0, [10.0] * 3, 9, 8)
+    assert printed == 10
+
+
+def in_ranks(several):
+    """Bodies that meet other ranks are tried by no rank alone."""
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        bodies = itertools.count(1)
+        for _ in run.epochs(1):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=4)):
+                last = next(bodies)
+                if several:
+                    run.barrier()
+                run.step(F.cross_entropy(model(x), y))
+        return last
+
+
+def test_ranks_try_alone_only_what_meets_no_other_rank():
+    (alone,) = on_world(2, [(in_ranks, False)])
+    (together,) = on_world(2, [(in_ranks, True)])
+    assert min(alone) > 60 > max(together)
+
+
+# ---- the body as a function ------------------------------------------------------------------------------------------
+
+
+def test_a_body_goes_on_from_its_own_variables_and_leaves_those_of_the_script():
+    run, seen = Run.__new__(Run), []
+
+    def script():
+        total, kept = 0, [0]
+        for number, item in enumerate(run.train()):
+            total += item
+            kept[0] += item
+            seen.append((number, total))
+        return total, kept
+
+    def train():
+        yield 1
+        body = loop_body(sys._getframe(1))
+        for data in (10, 100):
+            body(data)
+        yield 2
+
+    run.train = train
+    assert script() == (3, [113])
+    assert seen == [(0, 1), (0, 11), (0, 111), (1, 3)]
+
+
+def test_a_body_that_leaves_its_loop_says_so():
+    run = Run.__new__(Run)
+
+    def script():
+        for item in run.train():
+            if item > 5:
+                break
+        return item
+
+    def train():
+        yield 1
+        with pytest.raises(LeftLoop):
+            loop_body(sys._getframe(1))(7)
+        yield 2
+
+    run.train = train
+    assert script() == 2
+
+
+def test_no_function_is_made_where_another_item_may_come_out_or_variables_are_shared():
+    run, found = Run.__new__(Run), []
+
+    def train():
+        found.append(loop_body(sys._getframe(1)))
+        yield 1
+
+    run.train = train
+
+    def mapped():
+        for _ in map(str, run.train()):
+            pass
+
+    def shared():
+        count = 0
+
+        def read():
+            return count
+
+        for item in run.train():
+            count += item
+        return read()
+
+    def pauses():
+        for item in run.train():
+            yield item + 1
+
+    def plain():
+        for _ in run.train():
+            pass
+
+    mapped(), shared(), list(pauses()), plain()
+    assert found[:3] == [None, None, None]
+    assert found[3] is not None
+
+
+# ---- what is put back ------------------------------------------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("value",)
+    shared = 0
+
+    def __init__(self, value):
+        self.value = value
+
+
+def _defaults(seen=None, *, last=0):
+    return seen, last
+
+
+def test_a_snapshot_puts_back_what_objects_hold():
+    held = SimpleNamespace(
+        number=1,
+        rows=[1, 2],
+        ring=collections.deque([1, 2], maxlen=2),
+        names={"a"},
+        known={"x": 1},
+        cells=bytearray(b"ab"),
+        small=torch.zeros(2),
+        array=np.zeros(2),
+        slotted=Slotted(1),
+        generators=(torch.Generator(), np.random.default_rng(1), np.random.RandomState(1), random.Random(1)),
+        function=_defaults,
+    )
+    weights = nn.Linear(2, 2)
+    before = [repr(held), [g.get_state() if hasattr(g, "get_state") else None for g in held.generators[:1]]]
+    draws = [held.generators[1].bit_generator.state, held.generators[3].getstate()]
+    snapshot = ScriptSnapshot(sys._getframe(), {id(weights)})
+    held.number, held.extra = 2, 3
+    held.rows.append(3)
+    held.ring.append(3)
+    held.names |= {"b"}
+    held.known.update(x=2, y=3)
+    held.cells[0] = 0
+    held.small += 1
+    held.array += 1
+    held.slotted.value = Slotted.shared = 5
+    _defaults.__kwdefaults__["last"] = 7
+    for generator in held.generators[1:3]:
+        generator.standard_normal()
+    held.generators[3].random()
+    torch.rand(1, generator=held.generators[0])
+    with torch.no_grad():
+        weights.weight.add_(1)
+    moved = weights.weight.clone()
+    snapshot.restore()
+    assert repr(held) == before[0]
+    assert torch.equal(held.generators[0].get_state(), before[1][0])
+    assert [held.generators[1].bit_generator.state, held.generators[3].getstate()] == draws
+    assert (held.slotted.value, Slotted.shared, _defaults()) == (1, 0, (None, 0))
+    assert torch.equal(weights.weight, moved), "what is left out stays as it is"
+
+
+def test_a_snapshot_puts_back_variables_of_functions_and_what_closures_share():
+    count = 0
+
+    def add():
+        nonlocal count
+        count += 1
+
+    with contextlib.suppress(ZeroDivisionError):
+        snapshot = ScriptSnapshot(sys._getframe(), set())
+        add()
+        assert count == 1
+        snapshot.restore()
+    assert count == 0
