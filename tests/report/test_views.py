@@ -84,7 +84,7 @@ def test_a_line_tells_all_that_is_known():
         Status(1240, 2000, 2, 10, 2140.4, 0.43214, 725, 1200, world_size=4, generation=1, state="training")
     )
     assert stream.getvalue() == (
-        "step 1 240/2 000 | epoch 3/10 | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200"
+        "step 1 240/2 000 | epoch 3/10 | 2 140 samples/s | loss 0.4321 on rank 0 | 12 m 05 s left | saved at step 1 200"
         " | generation 1\n"
     )
 
@@ -136,7 +136,7 @@ def child(stderr, env=(), *, extra="pass", last="", **more):
 def test_a_pipe_that_closes_does_not_end_the_run():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     run = child(subprocess.PIPE, extra="input()", last="print('trained to the end')", **pipes)
-    assert run.stderr.readline() == b"step 100/1 000 | epoch 1/2 | 64.0 samples/s | loss 1 | 1 m 00 s left\n"
+    assert run.stderr.readline() == b"step 100/1 000 | epoch 1/2 | 64.0 samples/s | loss 1 on rank 0 | 1 m 00 s left\n"
     run.stderr.close()
     run.stdin.write(b"\n" * 5)
     run.stdin.close()
@@ -210,7 +210,7 @@ def test_a_terminal_shows_the_lines_and_below_them_one_live_picture():
     rows = screen(content)
     assert rows[:10] == [line for n in range(1, 6) for line in (f"line {n} [bold] of a rank", f"printed {n}")]
     assert re.fullmatch(r"training +epoch 1/2 +[━╸╺ ]+ +step 500/1 000", rows[10])
-    assert rows[11] == "2 ranks | 64.0 samples/s | loss 0.2 | 1 m 00 s left"
+    assert rows[11] == "2 ranks | 64.0 samples/s | loss 0.2 on rank 0 | 1 m 00 s left"
     assert rows[12:] == ["after", ""]
 
 
@@ -230,7 +230,7 @@ def test_colours_follow_the_environment():
 def test_a_dumb_terminal_gets_lines():
     content = on_terminal({"TERM": "dumb"})
     assert "\x1b" not in content
-    assert content.splitlines()[0] == "step 100/1 000 | epoch 1/2 | 64.0 samples/s | loss 1 | 1 m 00 s left"
+    assert content.splitlines()[0] == "step 100/1 000 | epoch 1/2 | 64.0 samples/s | loss 1 on rank 0 | 1 m 00 s left"
 
 
 def test_an_ascii_terminal_gets_ascii():

@@ -1,4 +1,4 @@
-"""What the screen shows of a run is true: its loss is that of the last micro-batch."""
+"""What the screen shows of a run is true: its loss is that of the leader's last micro-batch, at the end that of all."""
 
 from typing import ClassVar
 
@@ -59,7 +59,7 @@ def test_a_gpu_is_not_waited_for_until_the_end(shown, end):
     assert shown(end, loss) == 3.0
 
 
-def test_the_final_line_tells_the_last_loss(monkeypatch, capfd):
+def test_the_final_line_tells_the_loss_of_the_last_pass_which_is_that_of_all_ranks(monkeypatch, capfd):
     monkeypatch.setenv("TERM", "dumb")
     with Run() as run:
         model = run.model(nn.Linear(1, 1))
@@ -70,7 +70,8 @@ def test_the_final_line_tells_the_last_loss(monkeypatch, capfd):
                 run.step(loss)
         run.log(third=torch.tensor(1 / 3), lr=0.1)
     *_, logged, last = capfd.readouterr().err.splitlines()
-    assert "done | step 4/4 | epoch 2/2" in last.replace(" | loss 0.625", "")
+    assert last.startswith("done | step 4/4 | epoch 2/2")
+    assert last.endswith(" | loss 0.5625")
     assert "third 0.3333, lr 0.1" in logged  # a tensor is rounded as a float is
 
 

@@ -26,7 +26,8 @@ class Status:
     epoch: int = 0  #: the epoch in work, from 0
     epochs: int | None = None  #: epochs of the whole run
     samples_per_s: float | None = None  #: over all ranks
-    loss: float | None = None  #: of the last step that was looked at; may be nan
+    #: of the leader's last micro-batch that was looked at, and at the end the mean of the last pass; may be nan
+    loss: float | None = None
     eta_s: float | None = None  #: seconds until the run is done
     last_saved_step: int | None = None  #: step of the newest whole checkpoint
     world_size: int = 1
@@ -53,7 +54,8 @@ class Status:
         if self.samples_per_s is not None:
             words["speed"] = f"{count(self.samples_per_s)} samples/s"
         if self.loss is not None:
-            words["loss"] = f"loss {self.loss:.4g}"
+            is_share = self.world_size > 1 and not self.ended
+            words["loss"] = f"loss {self.loss:.4g}{' on rank 0' if is_share else ''}"
         if self.eta_s is not None and not self.ended and self.step != self.steps_total:
             words["eta"] = f"{duration(self.eta_s)} left"
         if self.job_left_s is not None and not self.ended:

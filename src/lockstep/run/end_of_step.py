@@ -251,8 +251,10 @@ class EndOfStep:
     def show(self, state: DisplayState) -> None:
         """Tell the user and the launcher where the run is now."""
         position = self._position
+        # While the run trains, no rank knows more than its own losses without asking the others.
+        loss = position.loss if state == "training" else position.metrics.get("loss", position.loss)
         self._context.reporter.show(
-            state, position.progress, position.length, position.loss, self._context.checkpointer.committed_step
+            state, position.progress, position.length, loss, self._context.checkpointer.committed_step
         )
 
     def _leave_stopped(self) -> None:
