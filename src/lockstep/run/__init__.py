@@ -25,6 +25,8 @@ snapshot             what a checkpoint holds
 run_checkpoints      resume, save, stop with a checkpoint
 resume_proof         the first step after a resume is the one that followed the checkpoint; script_state: so is what
                      variables of the script hold
+replay_series        in the first step, many replays; loop_body: the body as a function; script_snapshot: nothing of
+                     them stays; line_calls: what functions lines run
 training_inputs      what training is computed from, by the source (source_reads); shared_inputs: the same on all
                      ranks; evaluation_reads: the same of measured values; body_changes: what a body makes from itself;
                      rank_reads: what depends on the number of ranks
