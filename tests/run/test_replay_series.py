@@ -8,6 +8,7 @@ import logging
 import random
 import struct
 import sys
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +150,19 @@ def test_so_it_is_where_a_rank_has_a_single_micro_batch(micro_batch):
 
 def test_without_replays_nothing_is_tried():
     assert train(swaps(30), replay=False)[0] == 2
+
+
+def test_an_item_that_is_not_there_after_many_bodies_is_no_end_of_the_loop():
+    items = (1.0 for _ in range(30))
+    with pytest.raises(UsageError, match=r"the body raised StopIteration\(\)"):
+        train(items.__next__)
+
+
+def test_a_debugger_asks_once_a_body_and_not_in_a_series(monkeypatch):
+    asked = []
+    monkeypatch.setattr("sys.breakpointhook", lambda: asked.append(1))
+    train(lambda: breakpoint() or 1.0)
+    assert len(asked) == 8  # the list is put back after a replay
 
 
 # ---- what the script sees of it --------------------------------------------------------------------------------------
@@ -324,6 +338,8 @@ def test_a_snapshot_puts_back_what_objects_hold():
         names={"a"},
         known={"x": 1},
         cells=bytearray(b"ab"),
+        view=memoryview(bytearray(16)).cast("d"),
+        numbers=array("i", [1, 2]),
         small=torch.zeros(2),
         array=np.zeros(2),
         slotted=Slotted(1),
@@ -339,7 +355,9 @@ def test_a_snapshot_puts_back_what_objects_hold():
     held.ring.append(3)
     held.names |= {"b"}
     held.known.update(x=2, y=3)
-    held.cells[0] = 0
+    held.cells.extend(b"c")
+    held.view[1] = 2.0
+    held.numbers.append(3)
     held.small += 1
     held.array += 1
     held.slotted.value = Slotted.shared = 5
@@ -356,6 +374,7 @@ def test_a_snapshot_puts_back_what_objects_hold():
     assert torch.equal(held.generators[0].get_state(), before[1][0])
     assert [held.generators[1].bit_generator.state, held.generators[3].getstate()] == draws
     assert (held.slotted.value, Slotted.shared, _defaults()) == (1, 0, (None, 0))
+    assert held.view.tolist() == [0.0, 0.0]
     assert torch.equal(weights.weight, moved), "what is left out stays as it is"
 
 

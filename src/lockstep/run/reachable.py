@@ -22,6 +22,7 @@ import random
 import sys
 import zlib
 from argparse import Namespace
+from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -301,7 +302,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (random.Random, 0, lambda value: _checksum(value.getstate())),
     (torch.Tensor, TENSOR_RANK, _seen_of_tensor),
     (np.ndarray, TENSOR_RANK, _seen_of_array),
-    (bytearray, TENSOR_RANK, zlib.crc32),
+    ((bytearray, memoryview, array), TENSOR_RANK, zlib.crc32),
     (io.BytesIO, TENSOR_RANK, lambda value: zlib.crc32(value.getbuffer())),
     (io.StringIO, TENSOR_RANK, lambda value: _checksum(value.getvalue().encode())),
     ((set, frozenset), 3, _seen_of_set),

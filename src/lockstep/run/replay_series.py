@@ -14,6 +14,7 @@ import contextlib
 import io
 import itertools
 import logging
+import pdb
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data
+from lockstep.errors import LockstepError
 from lockstep.heartbeat import collectives_begun
 from lockstep.run.loop_body import LeftLoop, loop_body
 from lockstep.run.reachable import script_frames
@@ -121,9 +123,12 @@ class ReplaySeries:
                     self._train_step.end(current)
                 except ReplayError as error:
                     raise error.after(number) from None
-                except LeftLoop:
+                except (LockstepError, GeneratorExit):
+                    raise
+                except Exception as error:
+                    ended = "its loop was left" if isinstance(error, LeftLoop) else f"the body raised {error!r}"
                     place = place_of(position.index, position.of, step)
-                    raise ReplayError("its loop was left", place, after=number).naming(()) from None
+                    raise ReplayError(ended, place, after=number).naming(()) from error
         snapshot.restore()
 
     @property
@@ -145,18 +150,24 @@ def _copied(data: Data) -> Data:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context in which nothing is printed or logged."""
+    """A context in which nothing is printed or logged, and no debugger asks what to do."""
     nowhere = io.StringIO()
-    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), _no_handlers():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(nowhere))
+        stack.enter_context(contextlib.redirect_stderr(nowhere))
+        # Not `logging.disable`, which a script can ask for.
+        stack.enter_context(_without(logging.Logger, "callHandlers"))
+        stack.enter_context(_without(sys, "breakpointhook"))
+        stack.enter_context(_without(pdb, "set_trace"))
         yield
 
 
 @contextlib.contextmanager
-def _no_handlers() -> Iterator[None]:
-    # Not `logging.disable`, which a script can ask for.
-    call = logging.Logger.callHandlers
-    logging.Logger.callHandlers = lambda self, record: None  # type: ignore[method-assign]
+def _without(owner: object, name: str) -> Iterator[None]:
+    """A context in which a function does nothing."""
+    function = getattr(owner, name)
+    setattr(owner, name, lambda *_args, **_named: None)
     try:
         yield
     finally:
-        logging.Logger.callHandlers = call  # type: ignore[method-assign]
+        setattr(owner, name, function)

@@ -12,6 +12,7 @@ Files, iterators, and what packages hold outside of Python stay as they are.
 from __future__ import annotations
 
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -110,9 +111,15 @@ def _undo_set(value: set[Any]) -> Iterator[_Undo]:
     yield undo
 
 
-def _undo_bytes(value: bytearray) -> Iterator[_Undo]:
-    before = bytes(value)
+def _undo_bytes(value: bytearray | array[Any]) -> Iterator[_Undo]:
+    before = value[:]
     yield lambda: value.__setitem__(slice(None), before)
+
+
+def _undo_view(value: memoryview) -> Iterator[_Undo]:
+    before = bytes(value)  # not a view of it: the bytes below could not grow then
+    if not value.readonly:
+        yield lambda: value.cast("B").__setitem__(slice(None), before)
 
 
 def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
@@ -167,7 +174,8 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Any], Iterator[_Undo]]], ...]] = (
     (dict, _undo_dict),
     ((list, deque), _undo_sequence),
     (set, _undo_set),
-    (bytearray, _undo_bytes),
+    ((bytearray, array), _undo_bytes),
+    (memoryview, _undo_view),
     (torch.Tensor, _undo_tensor),
     (np.ndarray, _undo_array),
     (torch.Generator, lambda value: iter([partial(value.set_state, value.get_state())])),
