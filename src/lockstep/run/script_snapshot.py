@@ -111,7 +111,7 @@ def _undo_set(value: set[Any]) -> Iterator[_Undo]:
     yield undo
 
 
-def _undo_bytes(value: bytearray | array[Any]) -> Iterator[_Undo]:
+def _undo_bytes(value: Any) -> Iterator[_Undo]:
     before = value[:]
     yield lambda: value.__setitem__(slice(None), before)
 
