@@ -91,6 +91,8 @@ _ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter
 
 
 TENSOR_RANK: Final = 2  #: the `Mark.rank` of one
+#: The `Mark.kind` of what may be a cache, which each rank fills by its own samples, and which grows.
+CACHES: Final = {"dict", "set", "OrderedDict", "defaultdict"}
 
 
 class Mark(NamedTuple):

@@ -12,9 +12,6 @@ What these values are computed from is looked at as well, by reading the script 
 that changes such a thing itself is refused, though no checked step may show an effect, as that of a list that is only
 drawn from when it is full.
 
-So is a random generator of the script that the body has drawn from, if its state differs then: what it draws may show
-once in many bodies only.
-
 On several ranks, each second checked step replays the first micro-batch of the next rank. The ranks compare at the
 step's end. What differs then is something that each rank has for itself, such as a number that it set from its losses:
 
@@ -32,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
@@ -40,7 +36,7 @@ from lockstep.collectives import Group, local_part
 from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.divergence import checksum, numbers
-from lockstep.run.reachable import GENERATORS, TENSOR_RANK, Mark, changed, find, look, mark_of, script_roots
+from lockstep.run.reachable import TENSOR_RANK, Mark, changed, look, script_roots
 from lockstep.run.script_places import Held, changed_by
 from lockstep.run.shared_inputs import SharedInputs
 from lockstep.run.state import State
@@ -169,29 +165,11 @@ Notes = Mapping[str, tuple[object, object]]
 class Play:
     """What one computation of a micro-batch has given, by name, in the order in which it came."""
 
-    def __init__(self, generators: Mapping[str, object]) -> None:
+    def __init__(self) -> None:
         self._notes: Final[dict[str, tuple[Any, Any]]] = {}
         self._losses = 0  # that the body gave to ``run.step`` so far
         self.before: Held = {}  #: what the training is computed from, before the body, if that is known
         self.after: Held = {}
-        self._generators: Final = generators
-        self._began: Final = {name: mark_of(generator) for name, generator in generators.items()}
-        self._ended: dict[str, Mark | None] = {}
-
-    def end_body(self) -> None:
-        """The body is over, and so is what it draws."""
-        self._ended = {name: mark_of(generator) for name, generator in self._generators.items()}
-
-    def other_generator(self, other: Play) -> str:
-        """A generator that one of two plays has drawn from, and that was left otherwise by the other; "" for none.
-
-        One that the body seeds anew before it draws is left alike.
-        """
-        for name, ended in self._ended.items():
-            is_drawn = self._began[name] != ended or other._began.get(name) != other._ended.get(name)
-            if is_drawn and other._ended.get(name, ended) != ended:
-                return f"the state of the random generator {name} differed after it"
-        return ""
 
     def note(self, name: str, value: object) -> None:
         """Remember the bits of ``value``, a tensor or a plain value; does not wait for a GPU."""
@@ -266,9 +244,7 @@ class Replays:
         """The micro-batch at ``position`` is handed out."""
         is_compared = _is_compared(position)
         is_noted = is_compared or (self._notes_all and not position.is_padding)
-        # An audit asks what was computed, and not what the script has drawn from: to find that takes some milliseconds.
-        generators = _generators(self._state.models) if is_compared and not position.audited else {}
-        self.play = Play(generators) if is_noted else None
+        self.play = Play() if is_noted else None
         if self.play is not None and position.is_replay and not position.audited:
             self.play.before = self._inputs.held()
         if is_compared and not position.audited:
@@ -330,7 +306,6 @@ class Replays:
         if play is not None:
             play.note_all("what run.carry holds,", dict(carried))
         if play is not None and _is_compared(position):
-            play.end_body()
             if not (position.is_other_ranks or position.audited):
                 self._inputs.read_loop(step)
                 play.after = self._inputs.held()
@@ -344,7 +319,6 @@ class Replays:
                 notes = first.play.notes(), play.notes()
                 difference = (
                     first_difference(*notes)
-                    or first.play.other_generator(play)
                     or changed_by(first.play.after, play.before, play.after)
                     or self._inputs.carried
                     or self._inputs.changed_in_pass()
@@ -446,18 +420,6 @@ class Played(NamedTuple):
 
 def _is_compared(position: MicroBatchPosition) -> bool:
     return position.check >= StepCheck.REPLAYED and not position.is_padding
-
-
-def _generators(models: Sequence[nn.Module]) -> dict[str, object]:
-    """The random generators within reach of the script and in modules; not those of torch, NumPy and Python."""
-    modules = {
-        f"{module_name}.{name}".lstrip("."): value
-        for model in models
-        for module_name, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, GENERATORS)
-    }
-    return find(script_roots(sys._getframe()), GENERATORS) | modules
 
 
 def _hash(marks: Sequence[tuple[str, str]]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from lockstep.run.reachable import MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
+from lockstep.run.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
 from lockstep.run.source_reads import is_key
 
 NOTHING: Final = object()  #: where there is no value
@@ -94,7 +94,7 @@ def changed_by(first: Held, before: Held, after: Held) -> str:
 def changed_since(before: Held, now: Held) -> str:
     """What differs of what both have, in words; "" for nothing. A dict and a set may grow, as caches do."""
     for name, (mark, what) in now.items():
-        if mark.kind not in ("dict", "set") and name in before and _differs(before[name][0], mark):
+        if mark.kind not in CACHES and name in before and _differs(before[name][0], mark):
             return f"{name}, which {what} is computed from, was changed by bodies of this pass"
     return ""
 

@@ -24,7 +24,7 @@ from lockstep.collectives import local_part
 from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
 from lockstep.run.line_calls import LineCalls
-from lockstep.run.reachable import TENSOR_RANK, Mark, find, look, script_roots, tells_values
+from lockstep.run.reachable import CACHES, TENSOR_RANK, Mark, find, look, script_roots, tells_values
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
 
@@ -60,7 +60,7 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
             path: {"value": value, "of": what}
             for path, (mark, what) in inputs.items()
             # A dict may be a cache, which is filled again.
-            if mark.kind not in ("dict", "set") and (value := _shown(mark))
+            if mark.kind not in CACHES and (value := _shown(mark))
         },
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {

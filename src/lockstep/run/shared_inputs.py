@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from lockstep.run.input_places import TrainingInputs
 from lockstep.run.line_calls import LineCalls
-from lockstep.run.reachable import Mark, script_frames, size_of
+from lockstep.run.reachable import CACHES, Mark, script_frames, size_of
 from lockstep.run.script_places import Held, changed_since
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
@@ -23,7 +23,6 @@ from lockstep.run.training_inputs import training_inputs
 #: Loops that are read in any case; of later ones, one in so many steps.
 _FREE_READINGS: Final = 2
 _STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
-_CACHES: Final = {"dict", "set"}  # which each rank fills by its own samples
 
 
 class Since(NamedTuple):
@@ -133,5 +132,5 @@ class SharedInputs:
                 self._first[name], mark
             )
             for name, (mark, what) in {**between, **when_needed}.items()
-            if name in themselves and name in self._first and name not in self._moved and mark.kind not in _CACHES
+            if name in themselves and name in self._first and name not in self._moved and mark.kind not in CACHES
         }

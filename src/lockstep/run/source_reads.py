@@ -25,6 +25,7 @@ from lockstep.run.loop_variables import fresh_variables, stored
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
+_GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
@@ -409,6 +410,9 @@ class _Reader:
                     return [call]
                 rest = [read for other in others for read in self.expression(other)]
                 return [Path(path.root, (*path.attributes, f"[{key!r}]")), *rest]
+            case ast.Call(func=ast.Attribute(attr=method)) if method in _GIVES_NOTHING:
+                self._call(node)
+                return []
             case ast.Call():
                 return [self._call(node)]
             case ast.NamedExpr(target=target, value=value):

@@ -120,8 +120,8 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
 _CONTAINERS: Final = (list, dict, set, deque)
 #: What is made of what its methods are given; a log or a progress bar is not.
 _FILLED: Final = (*_CONTAINERS, torch.Tensor, np.ndarray)
-#: Methods of containers that return None.
-_GIVE_NOTHING: Final = {("append",), ("appendleft",), ("extend",), ("insert",), ("add",), ("update",), ("clear",)}
+#: Methods that return None, if they are a container's.
+_GIVE_NOTHING: Final = {("add",), ("update",)}
 
 
 _Key = tuple[CodeType, tuple[int, ...], bool]

@@ -39,7 +39,7 @@ class PlainRecorder:
         self._has_saved = False
         self._step = 0
         self._first: torch.optim.Optimizer | None = None  # whose steps are counted
-        self._play = Play({})
+        self._play = Play()
         self._counted: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
@@ -89,7 +89,7 @@ class PlainRecorder:
         if optimizer is not self._first:
             return
         self._write(MICRO_BATCH, self._play.notes())
-        self._play = Play({})
+        self._play = Play()
         self._counted.clear()
         self._step += 1
         self._note_state(optimizer)
@@ -100,7 +100,7 @@ class PlainRecorder:
             raise SystemExit(EXIT_OK)
 
     def _note_state(self, optimizer: torch.optim.Optimizer) -> None:
-        play = Play({})
+        play = Play()
         for number, parameter in enumerate(_parameters(optimizer)):
             play.note(f"state.models.0.parameter {number} {tuple(parameter.shape)}", parameter)
             play.note_all(f"state.optimizers.0.parameter {number}", dict(optimizer.state[parameter]))
