@@ -219,7 +219,7 @@ def carries(run, model, batch, own):
 HIDDEN = {
     counts: ("the loss differed", "own.step"),
     draws: ("the loss differed", "own.generator"),
-    draws_in_vain: ("the state of the random generator own.generator differed", "own.generator"),
+    draws_in_vain: ("own.generator, which", "own.generator"),
     remembers: ("the loss differed", "own.noise"),
     centers: ("the loss differed", "own.loss.center"),
     anneals: ("the loss differed", "model.tau"),

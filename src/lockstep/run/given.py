@@ -23,7 +23,15 @@ NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, a
 #: The methods of `Run` that take what a training is made of. Of a loader, how samples are read changes no result.
 _REGISTERS: Final = {"optimizer", "scheduler"}
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
-_PARTS: Final = {("parameters",), ("named_parameters",), ("buffers",), ("modules",), ("children",)}
+_PARTS: Final = {
+    ("parameters",),
+    ("named_parameters",),
+    ("buffers",),
+    ("modules",),
+    ("children",),
+    ("values",),
+    ("items",),
+}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 
 
@@ -123,11 +131,19 @@ def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> 
 
 def _is_of_trained(follower: InputFollower, context: Context, path: Path) -> bool:
     """Whether a path leads to something that is trained, or is a variable that goes over parts of that."""
-    if id(context.value_of(path)) in follower.trained:
+    if id(context.value_of(path)) in follower.trained or _is_of_optimizer(context, path):
         return True
     calls = (read for read in flat(context.reads.set_from.get(path.root, ())) if isinstance(read, Call))
     made = (call.function[0] for call in calls if len(call.function) == 1)
     return any(
-        isinstance(of, Path) and of.attributes[-1:] in _PARTS and id(context.value_of(of.owner)) in follower.trained
+        isinstance(of, Path)
+        and of.attributes[-1:] in _PARTS
+        and (id(context.value_of(of.owner)) in follower.trained or _is_of_optimizer(context, of.owner))
         for of in made
     )
+
+
+def _is_of_optimizer(context: Context, path: Path) -> bool:
+    """Whether a path leads into an optimizer, such as to its state."""
+    owners = (path._replace(attributes=path.attributes[:end]) for end in range(len(path.attributes)))
+    return any(is_of(context.value_of(owner), Optimizer) for owner in owners)
