@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import heapq
 import itertools
 import logging
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from lockstep.errors import UsageError
 from lockstep.run import Run
@@ -258,6 +260,54 @@ def test_a_body_goes_on_from_its_own_variables_and_leaves_those_of_the_script():
     run.train = train
     assert script() == (3, [113])
     assert seen == [(0, 1), (0, 11), (0, 111), (1, 3)]
+
+
+@pytest.mark.parametrize("bar", [tqdm, functools.partial(tqdm, disable=True)], ids=["a bar", "one that is unknown"])
+def test_a_bar_of_a_package_hands_on_what_it_is_given(bar):
+    run, found, locals = Run.__new__(Run), [], 0
+
+    def train():
+        found.append(loop_body(sys._getframe(2)))
+        yield 1
+
+    run.train = train
+    for item in bar(run.train()):
+        locals += item
+    assert (found[0] is None) == (bar is not tqdm)
+
+
+class Rows:
+    """A batch of a package, which no copy of tensors reaches into."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def test_each_body_has_a_batch_of_its_own():
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(list(X), global_batch=16, micro_batch=4, collate_fn=lambda rows: Rows(torch.stack(rows)))
+        for _ in run.epochs(1):
+            for rows in run.train(batches):
+                rows.x *= 2
+                run.step(model(rows.x).square().mean())
+    assert run.progress.step == 2
+
+
+def test_a_resume_goes_on_at_once(tmp_path, monkeypatch):
+    settings = {"checkpoint": str(tmp_path), "save_every": "1 step"}
+    assert train(lambda: 1.0, **settings)[0] == 2
+    monkeypatch.setenv("LOCKSTEP_RESUME", "1")
+    with Run(seed=0, **settings) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        bodies = itertools.count(1)
+        for _ in run.epochs(2):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=4)):
+                last = next(bodies)
+                run.step(F.cross_entropy(model(x), y))
+    assert last < 20
 
 
 def test_a_body_that_leaves_its_loop_says_so():

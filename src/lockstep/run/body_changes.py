@@ -69,12 +69,14 @@ class BodyChanges:
         if key in self._functions:
             return
         self._functions.add(key)
+        for change in (*context.reads.changes, *context.reads.items_set):
+            if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
+                reads = (*change.value, *change.conditions)
+                self._reads.setdefault(place.slot, []).append((context, reads))
         for change in context.reads.changes:
             if context.is_dead(change.guards):
                 continue
-            if (place := context.place_of(change.path)) is not None:
-                reads = (*change.value, *change.conditions)
-                self._reads.setdefault(place.slot, []).append((context, reads))
+            place = context.place_of(change.path)
             if not context.covers(change.line) or asks_step(context, change.conditions):
                 if place is not None and _within_pass(context, change.line):
                     self._elsewhere.add(place.slot)

@@ -114,8 +114,9 @@ class DivergenceCheck:
         raise MismatchError(
             f"ranks hold different values {when}: {first} on {format_ranks(ranks)}{more}; they were equal "
             f"after step {self._equal_at}. Something changes them differently on each rank, such as random numbers, "
-            "the clock, run.rank, loading a file on one rank, or an optimizer of your own (under zero one that writes "
-            "parameters outside of its step); nothing of it was saved"
+            "the clock, run.rank, loading a file on one rank, a value made from the samples that this rank has seen "
+            "(bring those of all ranks together by run.sum or run.gather), or an optimizer of your own (under zero one "
+            "that writes parameters outside of its step); nothing of it was saved"
             + (f". {_KEEP_WHOLE}" if first.startswith("kept") else "")
         )
 

@@ -49,10 +49,12 @@ class TrainingInputs:
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read
     _texts: Counter[str] = field(default_factory=Counter)
+    _slots: set[tuple[int, str]] = field(default_factory=set)  # see `Place.slot`
 
     def note(self, place: Place, what: str) -> None:
         """``what`` is computed from what is at ``place``; of two with one text, such as `self.n`, one gets a number."""
-        if place.key not in self.places:
+        if place.key not in self.places and place.slot not in self._slots:
+            self._slots.add(place.slot)
             self._texts[place.text] += 1
             same = self._texts[place.text]
             text = f"{place.text} ({same})" if same > 1 else place.text

@@ -24,6 +24,8 @@ from lockstep.run.script_places import attribute_of
 from lockstep.run.source_reads import nodes_of, path_of, within
 
 _DATA: Final = "lockstep_data"
+_LOCALS: Final = "lockstep_locals"  # the script may have a variable `locals`
+_BARS: Final = {"tqdm", "rich", "alive_progress", "progressbar", "fastprogress"}
 _PAUSES: Final = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 
 
@@ -75,7 +77,7 @@ class _Turns:
         self._variables: Final = variables
 
     def __call__(self, data: Data) -> None:
-        after = self._body(**self._variables, **{_DATA: data})
+        after = self._body(**self._variables, **{_DATA: data, _LOCALS: locals})
         if after is None:
             raise LeftLoop
         self._variables.update((name, after[name]) for name in self._variables if name in after)
@@ -102,19 +104,21 @@ def _target(target: ast.expr, items: ast.expr, variables: dict[str, Any]) -> ast
             return next((one for one in found if one is not None), None)
         case ast.Call(func=function, args=arguments), _:
             path = path_of(function)
-            if path is None:
-                return None
-            value = variables.get(path.root)
-            for name in path.attributes[:-1] if path.attributes else ():
-                value = attribute_of(value, name)
-            if path.attributes[-1:] == ("train",):
-                return target if is_run(value) else None
-            shows = path.attributes[-1:] or (path.root,)
-            return _target(target, arguments[0], variables) if shows == ("tqdm",) and arguments else None
+            owner = value = variables.get(path.root) if path is not None else None
+            for name in path.attributes if path is not None else ():
+                owner, value = value, attribute_of(value, name)
+            if is_run(owner) and path is not None and path.attributes == ("train",):
+                return target
+            return _target(target, arguments[0], variables) if arguments and _shows_progress(value) else None
         case ast.Name(id=name), _:
             value = variables.get(name)
-            return target if is_ours(value) or type(value).__module__.startswith("tqdm") else None
+            return target if is_ours(value) or _shows_progress(type(value)) else None
     return None
+
+
+def _shows_progress(value: object) -> bool:
+    """Whether a function, or a class, is a package's that hands on what it is given and shows how far it is."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] in _BARS
 
 
 def _compiled(script: FrameType, loop: ast.For, target: ast.expr, names: list[str], outer: list[str]) -> CodeType:
@@ -122,12 +126,12 @@ def _compiled(script: FrameType, loop: ast.For, target: ast.expr, names: list[st
     name, free = script.f_code.co_name.strip("<>"), script.f_code.co_freevars
     module = ast.parse(
         f"def around({', '.join(free)}):\n"
-        f"    def {name}({', '.join([*names, _DATA])}):\n"
+        f"    def {name}({', '.join([*names, _DATA, _LOCALS])}):\n"
         f"        {'global ' if outer else 'pass'}{', '.join(outer)}\n"
         f"        for _ in ({_DATA},):\n"
         "            pass\n"
         "        else:\n"
-        "            return locals()\n"
+        f"            return {_LOCALS}()\n"
     )
     turn = next(node for node in ast.walk(module) if isinstance(node, ast.For))
     turn.target, turn.body = target, loop.body

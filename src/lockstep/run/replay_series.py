@@ -5,7 +5,7 @@ a series of them     0 1 2 0' 0' 1' 2' 0' 1' 2' ... 3     finds what begins afte
                                                           seventh call, whatever holds it
 
 The script sees nothing of these: its iterators do not go on (`lockstep.run.loop_body`), its objects are put back
-(`lockstep.run.script_snapshot`), and what it prints and logs is not shown. A series ends after a second.
+(`lockstep.run.script_snapshot`), and what it prints and logs is not shown. A series ends after a second of the CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import replace
 from types import CodeType
 from typing import Final
@@ -40,7 +41,8 @@ from lockstep.strategies import LossStrategy, ServerStrategy
 
 MOST: Final = 64  #: bodies
 _MOST_DIFFERENT: Final = 4
-_MOST_S: Final = 1.0
+_MOST_CPU_S: Final = 1.0  # of this process: on a machine that others load, as many bodies are tried
+_MOST_S: Final = 5.0
 _MOST_LOOPS: Final = 3
 
 HandingOut = Callable[[MicroBatchPosition, Data], AbstractContextManager[CurrentMicroBatch]]
@@ -61,6 +63,7 @@ class ReplaySeries:
         self._train_step: Final = train_step
         self._handing_out: Final = handing_out
         self._tried: Final[set[CodeType | None]] = set()
+        self._began: int | None = None  # steps done before the first one of this process
         #: The micro-batches that the rank has had in this step, before a body could change them.
         self._had: Final[dict[int, tuple[MicroBatchPosition, Data]]] = {}
         self._is_new = False  # whether the micro-batch that the script has is computed for the first time
@@ -72,9 +75,11 @@ class ReplaySeries:
 
     def body_begins(self, position: MicroBatchPosition, data: Data) -> None:
         """A micro-batch is about to be handed out: a series may follow it."""
-        strategy = self._context.strategy
+        strategy, done = self._context.strategy, self._context.position.progress.step
+        self._began = done if self._began is None else self._began
         if (
-            not position.is_checked
+            self._began  # a resume is to go on at once
+            or not position.is_checked
             or position.is_other_ranks
             or position.is_padding
             or strategy.forward_is_collective
@@ -100,21 +105,19 @@ class ReplaySeries:
             ReplayError: if a micro-batch gives other values than before, or a body leaves its loop.
         """
         if position.check is StepCheck.REPLAY and position.index in self._had and not self._is_new:
-            had, frame = list(self._had.values()), sys._getframe(1)
+            self._tried.add(self._loop)
             # What several ranks do together, all of them would have to begin.
             is_alone = self._collectives is not None and _collectives() == self._collectives
-            body = loop_body(frame) if is_alone else None
-            if body is not None:
-                self._tried.add(self._loop)
-                self._repeat(body, had, step)
+            if is_alone and (body := loop_body(sys._getframe(1))) is not None:
+                self._repeat(body, list(self._had.values()), step)
 
     def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
         state = self._context.state
         snapshot = ScriptSnapshot(sys._getframe(), {id(one) for one in (*state.models, *state.optimizers)})
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         with _quietly():
             for number, (position, pristine) in enumerate(itertools.islice(itertools.cycle(had), MOST), 2):
-                if time.perf_counter() - began > _MOST_S:
+                if time.process_time() - cpu_began > _MOST_CPU_S or time.perf_counter() - began > _MOST_S:
                     break
                 data = _copied(pristine)
                 try:
@@ -144,7 +147,7 @@ def _collectives() -> int | None:
 
 
 def _copied(data: Data) -> Data:
-    copied: Data = pytree.tree_map_only(torch.Tensor, torch.clone, data)
+    copied: Data = pytree.tree_map(lambda one: one.clone() if isinstance(one, torch.Tensor) else deepcopy(one), data)
     return copied
 
 

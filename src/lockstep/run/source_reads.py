@@ -179,6 +179,7 @@ class Reads:
     exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
     loops: list[Loop] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
+    items_set: list[Change] = field(default_factory=list)  #: by a key that is computed
     statements: list[Statement] = field(default_factory=list)
     outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
 
@@ -324,7 +325,10 @@ class _Reader:
         )
 
     def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
-        self.reads.changes.append(Change(path, tuple(value), self._conditions, line, self._sometimes, self._guards))
+        self.reads.changes.append(self._changed(path, value, line))
+
+    def _changed(self, path: Path, value: Iterable[Read], line: int) -> Change:
+        return Change(path, tuple(value), self._conditions, line, self._sometimes, self._guards)
 
     def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
         before, self._loops = self._loops, (*self._loops, len(self.reads.exits))
@@ -368,6 +372,8 @@ class _Reader:
                     self._set(path.text, read)
                 if (path := path_of(target)) is not None:
                     self._change(path, read, target.lineno)
+                elif (path := path_of(owner)) is not None:
+                    self.reads.items_set.append(self._changed(path, read, target.lineno))
                 self._write(owner, read, target.lineno)
 
     def _set(self, name: str, read: Iterable[Read]) -> None:
