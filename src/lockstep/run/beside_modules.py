@@ -34,14 +34,17 @@ class BesideModules:
     def __init__(self, models: Collection[nn.Module], kept: Mapping[str, Stateful]) -> None:
         self._models: Final = models
         self._kept: Final = kept
-        self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] = []  # buffers, and what they held
+        # Buffers, and what they held before replays; None: there was no replay.
+        self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] | None = None
         self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
         self._hook: RemovableHandle | None = None  # within the loop, once a body has moved some
 
     def begin_replay(self) -> None:
         """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
         self._watch()
-        self._before = self._before or [
+        if self._before is not None:
+            return
+        self._before = [
             (f"{path}.{name}.{buffer_name}".replace("..", "."), module, buffer, buffer.clone())
             for path, name, module in self._within_reach()
             for buffer_name, buffer in module.named_buffers(recurse=False)
@@ -49,8 +52,8 @@ class BesideModules:
 
     def end_replays(self) -> None:
         """Something else is about to be handed out: what replays have moved is put back, if there were some."""
-        before, self._before = self._before, []
-        for name, module, buffer, value in before:
+        before, self._before = self._before, None
+        for name, module, buffer, value in before or ():
             if not torch.equal(buffer, value):
                 buffer.copy_(value)
                 self._moved[module] = name

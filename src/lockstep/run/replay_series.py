@@ -115,6 +115,7 @@ class ReplaySeries:
         state = self._context.state
         snapshot = ScriptSnapshot(sys._getframe(), {id(one) for one in (*state.models, *state.optimizers)})
         began, cpu_began = time.perf_counter(), time.process_time()
+        self._train_step.replays.of_effects = True
         with _quietly():
             for number, (position, pristine) in enumerate(itertools.islice(itertools.cycle(had), MOST), 2):
                 if time.process_time() - cpu_began > _MOST_CPU_S or time.perf_counter() - began > _MOST_S:
@@ -132,6 +133,7 @@ class ReplaySeries:
                     ended = "its loop was left" if isinstance(error, LeftLoop) else f"the body raised {error!r}"
                     place = place_of(position.index, position.of, step)
                     raise ReplayError(ended, place, after=number).naming(()) from error
+        self._train_step.replays.of_effects = False
         snapshot.restore()
 
     @property

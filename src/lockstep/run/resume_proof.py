@@ -35,7 +35,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
-from lockstep.run.script_state import Lost, lost, script_state
+from lockstep.run.script_state import Lost, changed_since, lost, script_state
 from lockstep.run.setup import RunContext
 from lockstep.strategies import ServerStrategy, split
 from lockstep.strategy_words import SAME_BITS
@@ -89,6 +89,7 @@ class ResumeProof:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
         self._script: StateTree = {}  # what the leader's script held when the step began
+        self._first_script: StateTree | None = None  # the same when the first step of this process began
         self._begins: list[int] = []  # where that was: the epoch, and steps of it
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
         self._expected: StateTree | None = None  # of the first step after a resume
@@ -100,14 +101,16 @@ class ResumeProof:
     def saved(self, step: int) -> None:
         """The state after ``step`` is being saved: the next step is recorded. All ranks call it.
 
-        What the script holds is recorded at once, in case that no step follows: within a pass, it begins with that.
+        What the script has changed by now is recorded at once, in case that no step follows: within a pass, the next
+        one begins with that. What it has not changed may be an option that a resume is given otherwise.
         """
         if self._context.settings.replay:
             self._saved = step
             self._listen()
             if self._place[1] and self._context.group.leads:
                 self._note_script()
-                self._checkpointer.note_next_step(step, {"begins": self._begins, "script": self._script})
+                script = changed_since(self._first_script, self._script)
+                self._checkpointer.note_next_step(step, {"begins": self._begins, "script": script})
 
     def resumed(self) -> None:
         """The run goes on from a checkpoint: its first step will be compared, if the one before was recorded.
@@ -121,6 +124,8 @@ class ResumeProof:
 
     def samples(self, position: MicroBatchPosition, data: Data) -> None:
         """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
+        if self._first_script is None and self._context.group.leads and self._context.directory:
+            self._first_script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
         if self._context.metrics.losses is None:
             return
         # No body of the step has begun, not of a replay either; or the script has gone on from pass to pass since.
