@@ -34,11 +34,6 @@ class Lost(Exception):
     """Ends a script in the middle."""
 
 
-def has_step(checkpoint):
-    """Whether the step after a ``checkpoint`` is recorded, beside what the script held."""
-    return '"samples"' in (checkpoint / NEXT_STEP).read_text()
-
-
 def net():
     return nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
 
@@ -105,7 +100,7 @@ def apart(directory, what, odd):
                             model[0].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
     except MismatchError as error:
         said = str(error)
-    return said, [has_step(one.path) for one in list_checkpoints(Path(directory))]
+    return said, [(one.path / NEXT_STEP).exists() for one in list_checkpoints(Path(directory))]
 
 
 def killed(directory, how="good", strategy="ddp", until=KILLED, **settings):
@@ -258,7 +253,7 @@ def test_a_good_script_is_resumed_after_each_step_and_keeps_no_more_than_it_shou
         assert killed(str(place), until=step, save_every="1 steps", keep=2)
         there = list_checkpoints(place)
         assert [one.step for one in there] == [step - 1, step - 2]
-        assert [has_step(one.path) for one in there] == [False, True], "the last one's step was not over"
+        assert [(one.path / NEXT_STEP).is_file() for one in there] == [False, True], "the last one's step was not over"
         assert trained(str(place), resume=True, save_every="1 steps", keep=2) == whole
         assert not [path for path in place.iterdir() if path.name.startswith((".removing", ".saving"))]
 

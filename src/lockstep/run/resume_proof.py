@@ -35,7 +35,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
-from lockstep.run.script_state import Lost, changed_since, lost, script_state
+from lockstep.run.script_state import Lost, lost, script_state
 from lockstep.run.setup import RunContext
 from lockstep.strategies import ServerStrategy, split
 from lockstep.strategy_words import SAME_BITS
@@ -89,28 +89,18 @@ class ResumeProof:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
         self._script: StateTree = {}  # what the leader's script held when the step began
-        self._first_script: StateTree | None = None  # the same when the first step of this process began
-        self._begins: list[int] = []  # where that was: the epoch, and steps of it
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
         self._expected: StateTree | None = None  # of the first step after a resume
         self._file = Path()  # that says so
         self._saved: int | None = None  # the step whose checkpoint waits for the next one
-        self._own: dict[str, Any] | None = None  # of that next step, or of the first one after a resume
+        self._own: dict[str, dict[str, Any]] | None = None  # of that next step, or of the first one after a resume
         self._noted = False  # a difference was said, so that no second one needs to be
 
     def saved(self, step: int) -> None:
-        """The state after ``step`` is being saved: the next step is recorded. All ranks call it.
-
-        What the script has changed by now is recorded at once, in case that no step follows: within a pass, the next
-        one begins with that. What it has not changed may be an option that a resume is given otherwise.
-        """
+        """The state after ``step`` is being saved: the next step is recorded. All ranks call it."""
         if self._context.settings.replay:
             self._saved = step
             self._listen()
-            if self._place[1] and self._context.group.leads:
-                self._note_script()
-                script = changed_since(self._first_script, self._script)
-                self._checkpointer.note_next_step(step, {"begins": self._begins, "script": script})
 
     def resumed(self) -> None:
         """The run goes on from a checkpoint: its first step will be compared, if the one before was recorded.
@@ -124,13 +114,10 @@ class ResumeProof:
 
     def samples(self, position: MicroBatchPosition, data: Data) -> None:
         """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
-        if self._first_script is None and self._context.group.leads and self._context.directory:
-            self._first_script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
         if self._context.metrics.losses is None:
             return
-        # No body of the step has begun, not of a replay either; or the script has gone on from pass to pass since.
-        if self._begins != self._place and self._context.group.leads:
-            self._note_script()
+        if not self._script and self._context.group.leads:  # no body of the step has begun, not of a replay either
+            self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
         if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 
@@ -139,14 +126,13 @@ class ResumeProof:
         losses, self._context.metrics.losses = self._context.metrics.losses, None
         if losses is not None:
             self._own = {
-                "begins": self._begins,
                 "script": self._script,
                 "samples": self._samples,
                 "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
                 "options": self._options(),
                 "state": self._sums() if self._bits else {},
             }
-            self._samples, self._script, self._begins = {}, {}, []
+            self._samples, self._script = {}, {}
 
     def body_is_over(self, compare_ranks: Callable[[], None]) -> None:
         """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
@@ -169,7 +155,6 @@ class ResumeProof:
         parts = self._context.group.gather_objects(own, "the step after a checkpoint")
         found: StateTree = {
             "conditions": self._conditions(),
-            "begins": parts[0]["begins"],
             "script": parts[0]["script"],
             "samples": _together(part["samples"] for part in parts),
             "losses": _together(part["losses"] for part in parts),
@@ -178,8 +163,7 @@ class ResumeProof:
             "after": parts[0]["options after"] | parts[0]["kept after"] | _added(part["state after"] for part in parts),
         }
         if expected is not None:
-            is_same_place = expected.get("begins", found["begins"]) == found["begins"]
-            of_script = lost(expected.get("script", {}) if is_same_place else {}, found["script"])
+            of_script = lost(expected.get("script", {}), found["script"])
             more = len(of_script.plain) - _MOST_LISTED
             listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
             self._refuse(_first_difference(expected, found, of_script), listed)
@@ -190,17 +174,8 @@ class ResumeProof:
             self._checkpointer.note_next_step(saved, found)
 
     def _listen(self) -> None:
-        self._samples, self._script, self._begins = {}, {}, []
+        self._samples, self._script = {}, {}
         self._context.metrics.losses = {}
-
-    def _note_script(self) -> None:
-        self._begins = self._place
-        self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
-
-    @property
-    def _place(self) -> list[int]:
-        progress = self._context.position.progress
-        return [progress.epoch, progress.epoch_step]
 
     def _refuse(self, difference: _Difference | None, begun_anew: str) -> None:
         """End the run where there is a ``difference``, the same on all ranks. Collective then.
@@ -363,17 +338,6 @@ def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
     """What differs first, in the order in which a step is made; then what variables of the script have lost."""
-    # No step had followed where the checkpoint was the last thing that the run did.
-    if "samples" in before and (difference := _difference_of_steps(before, now)) is not None:
-        return difference
-    if of_script.weights:
-        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
-    if of_script.inputs:
-        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
-    return None
-
-
-def _difference_of_steps(before: StateTree, now: StateTree) -> _Difference | None:
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)
@@ -399,6 +363,10 @@ def _difference_of_steps(before: StateTree, now: StateTree) -> _Difference | Non
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
         return _Difference(f"{name} {values}", _OF_BODY, 0)
+    if of_script.weights:
+        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
+    if of_script.inputs:
+        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
     return None
 
 

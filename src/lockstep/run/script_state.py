@@ -101,14 +101,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or hasattr(tensor, "to_local"))
 
 
-def changed_since(first: StateTree | None, now: StateTree) -> StateTree:
-    """What of the script's state ``now`` is other than it was at ``first``."""
-    was = first or {}
-    parts = ("inputs", "weights", "plain")
-    changed = {part: {n: v for n, v in now[part].items() if was.get(part, {}).get(n, v) != v} for part in parts}
-    return {**now, **changed}
-
-
 def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
     """What differs in variables that both have: one that is not there yet, the script sets before it reads it."""
     there = set(now.get("variables", ()))
