@@ -150,6 +150,23 @@ def test_so_it_is_where_a_rank_has_a_single_micro_batch(micro_batch):
         train(swaps(30), micro_batch)
 
 
+class Trainer:
+    def __init__(self, run, factor):
+        self.run, self.factor = run, factor
+        self.model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+    def fit(self):
+        for _ in self.run.epochs(1):
+            for x, y in self.run.train(self.run.loader((X, Y), global_batch=16, micro_batch=4)):
+                self.run.step(F.cross_entropy(self.model(x) * self.factor(), y))
+
+
+def test_so_it_is_in_a_loop_of_an_object():
+    with Run(seed=0) as run, pytest.raises(UsageError, match="of step 1 was computed again after"):
+        Trainer(run, becomes(30)).fit()
+
+
 def test_without_replays_nothing_is_tried():
     assert train(swaps(30), replay=False)[0] == 2
 

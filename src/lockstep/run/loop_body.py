@@ -107,7 +107,7 @@ def _target(target: ast.expr, items: ast.expr, variables: dict[str, Any]) -> ast
             owner = value = variables.get(path.root) if path is not None else None
             for name in path.attributes if path is not None else ():
                 owner, value = value, attribute_of(value, name)
-            if is_run(owner) and path is not None and path.attributes == ("train",):
+            if is_run(owner) and path is not None and path.attributes[-1:] == ("train",):
                 return target
             return _target(target, arguments[0], variables) if arguments and _shows_progress(value) else None
         case ast.Name(id=name), _:
