@@ -83,6 +83,7 @@ class ReplaySeries:
             or position.is_other_ranks
             or position.is_padding
             or strategy.forward_is_collective
+            or self._context.settings.reduction != "exact"  # torch's reducer counts backward passes
             or isinstance(strategy, LossStrategy | ServerStrategy)
             or len(self._tried) == _MOST_LOOPS
             or self._loop in self._tried
