@@ -59,9 +59,8 @@ class BodyChanges:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
         self._reads: Final[dict[tuple[int, str], list[tuple[Context, tuple[Read, ...]]]]] = {}
         self._functions: Final[set[tuple[int, ...]]] = set()
-        self._elsewhere: Final[set[tuple[int, str]]] = (
-            set()
-        )  # what is changed when a step is done, and perhaps out of bodies
+        # What is changed when a step is done, and perhaps out of bodies.
+        self._elsewhere: Final[set[tuple[int, str]]] = set()
 
     def enter(self, context: Context) -> None:
         """Note what a function changes; most of it, if a body runs it."""

@@ -36,7 +36,7 @@ _VALUES: Final = (torch.Tensor, np.ndarray, np.generic, bool, int, float, comple
 _OF_STEPS: Final = (Optimizer, LRScheduler)
 #: What saves, and a file that is imported.
 _NOT_COMPUTING: Final = {"state_dict", "load_state_dict", "__getstate__", "__setstate__", "__reduce__", "<module>"}
-_MEMO: Final = type(functools.lru_cache(int))
+MEMO: Final = type(functools.lru_cache(int))  #: what `functools.lru_cache` makes
 _BUILT_IN: Final = {"builtins", "torch.nn.modules.module"}
 
 
@@ -143,5 +143,5 @@ def _functions_in(value: object) -> Iterator[FunctionType]:
         yield from _functions_in(value.__func__)
     elif isinstance(value, functools.cached_property | functools.partialmethod):
         yield from _functions_in(value.func)
-    elif isinstance(value, _MEMO):
+    elif isinstance(value, MEMO):
         yield from _functions_in(value.__wrapped__)

@@ -265,9 +265,13 @@ def _seen_of(value: object) -> object:
     return None if (mark := mark_of(value)) is None else mark.seen
 
 
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor holds its values itself, all of them and here."""
+    return value.layout is torch.strided and not (value.is_nested or value.is_meta or hasattr(value, "to_local"))
+
+
 def _seen_of_tensor(value: torch.Tensor) -> object:
-    is_plain = value.layout is torch.strided and not value.is_nested and not hasattr(value, "to_local")
-    if is_plain and value.device.type == "cpu" and value.numel() <= SMALL:
+    if is_plain(value) and value.device.type == "cpu" and value.numel() <= SMALL:
         return value.dtype, value.shape, int(checksum(value))
     return value.dtype, id(value), None if value.is_inference() else value._version
 

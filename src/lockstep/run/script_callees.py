@@ -14,13 +14,13 @@ from torch.utils.data import Dataset
 
 from lockstep.run.decided_tests import is_script
 from lockstep.run.dynamic_calls import objects_called
+from lockstep.run.line_calls import MEMO
 from lockstep.run.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.script_places import NOTHING, attribute_of, attributes_of
 from lockstep.run.source_reads import ITEMS, Call, Lines, Path
 
 _OF_WITH: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
 _MOST_WRAPPERS: Final = 8
-_Memo: Final = type(functools.lru_cache(int))
 
 
 def of_script(function: object, bound: Argument | None) -> list[Callee]:
@@ -45,14 +45,14 @@ def called_by(value: object, text: str) -> list[Callee]:
 
 def unwrapped(value: object) -> object:
     """The function within `functools.partial` and `functools.lru_cache` ones."""
-    while is_of(value, functools.partial, _Memo):
+    while is_of(value, functools.partial, MEMO):
         value = value.func if isinstance(value, functools.partial) else attribute_of(value, "__wrapped__")
     return value
 
 
 def is_memo(value: object) -> bool:
     """Whether a function remembers what it has returned, by `functools.lru_cache`."""
-    return is_of(value, _Memo)
+    return is_of(value, MEMO)
 
 
 def computing(module: nn.Module, text: str) -> Iterator[Callee]:

@@ -5,7 +5,7 @@
     meter.total 2.1, history a list of 3        put back
 
 Put back are variables of the script's functions and modules, attributes, items of containers, generators of random
-numbers, and tensors and arrays that are not large; in the objects themselves, so that whoever holds them sees it.
+numbers, and tensors and arrays that are not large; in the objects themselves, so that all their holders see it.
 Files, iterators, and what packages hold outside of Python stay as they are.
 """
 
@@ -22,7 +22,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.run.reachable import SMALL, mark_of, parts_of, script_frames, script_roots, set_variables, variables_of
+from lockstep.run.reachable import (
+    SMALL,
+    is_plain,
+    mark_of,
+    parts_of,
+    script_frames,
+    script_roots,
+    set_variables,
+    variables_of,
+)
 from lockstep.run.script_places import attributes_of
 
 _DEPTH: Final = 8
@@ -123,8 +132,7 @@ def _undo_view(value: memoryview) -> Iterator[_Undo]:
 
 
 def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
-    is_plain = value.layout is torch.strided and not (value.is_nested or value.is_meta or hasattr(value, "to_local"))
-    if not is_plain or value.is_inference() or value.numel() > SMALL:
+    if not is_plain(value) or value.is_inference() or value.numel() > SMALL:
         return
     before, mark = value.detach().clone(), mark_of(value)
 

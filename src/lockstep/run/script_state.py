@@ -24,7 +24,7 @@ from lockstep.collectives import local_part
 from lockstep.run.divergence import checksums
 from lockstep.run.kept import PlainValue
 from lockstep.run.line_calls import LineCalls
-from lockstep.run.reachable import CACHES, TENSOR_RANK, Mark, find, look, script_roots, tells_values
+from lockstep.run.reachable import CACHES, TENSOR_RANK, Mark, find, is_plain, look, script_roots, tells_values
 from lockstep.run.state import State
 from lockstep.run.training_inputs import training_inputs
 
@@ -81,11 +81,11 @@ def _shown(mark: Mark) -> str:
 def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
     """A text for the bits of copies of a model's weights within reach of ``value``; "" where there are none."""
     held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
-    own = {tensor.untyped_storage().data_ptr() for tensor in held if _is_plain(tensor)}
+    own = {tensor.untyped_storage().data_ptr() for tensor in held if is_plain(tensor)}
     tensors = {
         path: tensor
         for path, tensor in find({"": value}, torch.Tensor, skip=skip, depth=_DEPTH).items()
-        if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and tensor.untyped_storage().data_ptr() not in own
+        if isinstance(tensor, torch.Tensor) and is_plain(tensor) and tensor.untyped_storage().data_ptr() not in own
     }
     there = Counter(tensor.shape for tensor in tensors.values())
     for model in models:
@@ -95,10 +95,6 @@ def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
             sums = sorted(zip(copies, checksums(list(copies.values())), strict=True))
             return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
     return ""
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta or hasattr(tensor, "to_local"))
 
 
 def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
