@@ -44,7 +44,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 import pages
-from lockstep.strategies import STRATEGIES
+from lockstep.strategy_kinds import BUILT_IN
 from ranks import memory_bytes, return_freed_memory, start, told
 
 BATCH = 8  # samples of a micro-batch: few, so that activations are small beside the model
@@ -135,15 +135,15 @@ def live_bytes(device: torch.device) -> int:
 def load_libraries(way: str) -> None:
     """Load what is loaded late, since it is not the strategy's."""
     torch.optim.AdamW(build(0).parameters())
-    if way in STRATEGIES:
-        importlib.import_module(f"lockstep.strategies.{STRATEGIES[way]}")
+    if way in BUILT_IN:
+        importlib.import_module(BUILT_IN[way].module)
     return_freed_memory()
 
 
 def measure(out: str, **job: Any) -> None:
     """One job; the leader writes what the rank with most of it held, and needed at most, a parameter."""
     load_libraries(job["way"])
-    every, parameters = (with_run if job["way"] in STRATEGIES else by_hand)(**job)
+    every, parameters = (with_run if job["way"] in BUILT_IN else by_hand)(**job)
     if every:
         found = {what: max(one[what] for one in every) / parameters for what in every[0]}
         Path(out).write_text(json.dumps(found))
@@ -276,7 +276,7 @@ def line(way: str, ranks: int, **job: Any) -> dict[str, float]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """As markdown."""
-    names = {way: f"`{way}`" for way in STRATEGIES}
+    names = {way: f"`{way}`" for way in BUILT_IN}
     names |= {"by-hand": "by hand, `dcp.save`", "by-hand-async": "by hand, `dcp.async_save`"}
     cells = [
         [names[row["way"]], row["precision"], str(row["ranks"]), str(row["micro"])]

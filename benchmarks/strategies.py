@@ -22,7 +22,7 @@ from torch import nn
 import pages
 import rank_curve
 from hosts import why_not
-from lockstep.strategies import STRATEGIES
+from lockstep.strategy_kinds import BUILT_IN
 from visits import (
     ALONE,
     LOOPBACK,
@@ -99,7 +99,7 @@ WAYS = (
 
 def known(way: Way, ranks: int) -> bool:
     """Whether this Lockstep has its strategy, and there are ranks enough."""
-    return way.spec.partition(":")[0] in STRATEGIES and way.least <= ranks
+    return way.spec.partition(":")[0] in BUILT_IN and way.least <= ranks
 
 
 def measure(ways: list[Way], speed: str, options: argparse.Namespace) -> dict[str, Visits]:

@@ -33,7 +33,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from hosts import Host, hosts
-from lockstep.strategies import STRATEGIES, split
+from lockstep.strategy_kinds import BUILT_IN, split
 from lockstep.world import World
 from ranks import memory_bytes, return_freed_memory
 
@@ -148,8 +148,8 @@ def obey() -> None:
     """On a host: fork a rank for each order that comes in, and hand back what it saw."""
     torch.set_num_threads(1)
     # What is loaded here, no visit pays for; with its first optimizer torch loads much more of itself.
-    for module in STRATEGIES.values():
-        importlib.import_module(f"lockstep.strategies.{module}")
+    for kind in BUILT_IN.values():
+        importlib.import_module(kind.module)
     torch.optim.SGD(build(0).parameters())
     assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in the copies"
     fork = multiprocessing.get_context("fork")

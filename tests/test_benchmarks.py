@@ -15,7 +15,7 @@ import pytest
 from campaign import GROUPS, KINDS, is_named, plan
 from faulty_files import WRITE, FaultyFiles
 from hosts import why_not
-from lockstep.strategies import STRATEGIES
+from lockstep.strategy_kinds import BUILT_IN
 from strategies import WAYS
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -249,7 +249,7 @@ def test_a_cause_counts_as_named_where_nobody_else_is_accused(says, said, named)
 
 def test_all_strategies_are_compared():
     # One takes a model with embeddings, the other GPUs.
-    assert {way.spec.partition(":")[0] for way in WAYS} | {"hybrid", "dp"} == set(STRATEGIES)
+    assert {way.spec.partition(":")[0] for way in WAYS} | {"hybrid", "dp"} == set(BUILT_IN)
 
 
 def test_memory(tmp_path):

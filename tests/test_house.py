@@ -26,7 +26,7 @@ FLOORS = (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
         *("peer_failure", "option_words", "script_end", "step_record", "transcript"),
     ),
-    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_words"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale", "verify"),
@@ -39,7 +39,7 @@ TORCH_FREE = (
     *("errors", "launch_contract", "trial_contract", "slurm_syntax", "world", "batch", "progress", "settings"),
     *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
-    *("cpu_use", "launch", "strategy_words", "saved_run", "error_advice", "step_record", "records", "transcript"),
+    *("cpu_use", "launch", "strategy_kinds", "saved_run", "error_advice", "step_record", "records", "transcript"),
     "small_files",
     *("cli", "__init__", "__main__"),
 )  # fmt: skip

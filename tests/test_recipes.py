@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from example_scripts import EXAMPLES, example
-from lockstep.strategies import STRATEGIES
+from lockstep.strategy_kinds import BUILT_IN
 from lockstep.testing import run_ranks, state_hash
 from tiny_voc import write_sbd, write_voc
 from worlds import on_world
@@ -182,7 +182,7 @@ def test_gan_comes_nearer_to_real_digits_and_ranks_do_not_matter():
 
 #: They compute what one rank alone would: all bits of it, or here at least all the digits that it reads.
 AS_ALONE = ("none", "ddp", "zero", "fsdp", "hsdp", "parameter-server", "hybrid", "pipeline", "auto")
-RANKS = dict.fromkeys(STRATEGIES, 2) | {"none": 1, "dp": 1, "parameter-server": 3}
+RANKS = dict.fromkeys(BUILT_IN, 2) | {"none": 1, "dp": 1, "parameter-server": 3}
 
 
 def train_by(strategy):
@@ -196,13 +196,13 @@ def accuracies():
     """By strategy, what each rank came to; or a traceback."""
     found = {}
     for ranks in sorted(set(RANKS.values())):
-        words = [word for word in STRATEGIES if RANKS[word] == ranks]
+        words = [word for word in BUILT_IN if RANKS[word] == ranks]
         results = on_world(ranks, [(train_by, word) for word in words], env={"LOCKSTEP_REHEARSE": "true"})
         found |= dict(zip(words, results, strict=True))
     return found
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", BUILT_IN)
 def test_vision_transformer_learns_under_every_strategy(strategy, accuracies):
     by_rank = accuracies[strategy]
     assert all(isinstance(accuracy, float) for accuracy in by_rank), by_rank[0]

@@ -210,7 +210,7 @@ def test_the_command(here, capsys):
         ("--profile p.json --on 8xA100 --samples 0", "--samples 0: give a number above 0"),
         ("--profile p.json --on 8xA100 --deadline 0h", "--deadline 0h: give a time"),
         ("--profile p.json --on 8xA100 --budget nan", "--budget nan: give a number above 0"),
-        ("--profile p.json --on 8xA100 --strategies diloco:period=inf", "period=inf; give a number"),
+        ("--profile p.json --on 8xA100 --strategies diloco:period=inf", "give a whole number"),
         ("train.py --on 8xA100 --epochs 3", "options of the script come after --"),
         ("train --on 8xA100", "train: give a script"),
     ],

@@ -16,10 +16,10 @@ from lockstep.scale.simulator import alone_s, slowest_of
 from lockstep.scale.step_profile import GradientReady, LinkProfile
 from lockstep.scale.step_time import PARTS
 from lockstep.scale.two_lanes import TwoLanes
-from lockstep.strategy_words import STRATEGY_WORDS
+from lockstep.strategy_kinds import BUILT_IN
 
 GPU = open_catalogue().gpu("A100")
-WAYS = sorted(set(STRATEGY_WORDS) - {"none", "auto"})
+WAYS = sorted(set(BUILT_IN) - {"none", "auto"})
 
 
 def link(gbs=1.0, latency=0.0, place="between", error=0.1, **more):

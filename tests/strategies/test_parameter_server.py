@@ -26,10 +26,10 @@ from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
-from lockstep.strategies.parameter_server.parameter_server import Options
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles
 from lockstep.strategies.parameter_server.server_context import Push
 from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategy_kinds import ParameterServerOptions
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World
 from worlds import on_world
@@ -97,7 +97,7 @@ def test_somebody_works_and_somebody_serves(ranks, serving, says):
 )
 def test_bad_options_are_refused(words, says):
     with pytest.raises(SettingError, match=says):
-        Options(**words)
+        ParameterServerOptions(**words)
 
 
 def test_one_rank_alone_needs_no_server():

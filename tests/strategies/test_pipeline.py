@@ -22,7 +22,6 @@ from lockstep.strategies import LossCall, StrategyContext
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.pipelined.division import neighbours
 from lockstep.strategies.pipelined.pipeline import Pipeline
-from lockstep.strategies.pipelined.pipeline_options import Options
 from lockstep.strategies.pipelined.random_states import RandomStates
 from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import (
@@ -33,6 +32,7 @@ from lockstep.strategies.pipelined.stage import (
     StageModules,
 )
 from lockstep.strategies.random_state import random_state
+from lockstep.strategy_kinds import PipelineOptions
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World
 from worlds import on_world
@@ -72,7 +72,7 @@ def test_every_micro_batch_goes_through_one_schedule_that_takes_it(shapes, sched
 )
 def test_options_that_make_no_sense_are_refused(told, words):
     with pytest.raises(SettingError, match=words):
-        Options(**told)
+        PipelineOptions(**told)
 
 
 @given(st.integers(1, 12), st.integers(1, 12))
@@ -190,7 +190,7 @@ def test_what_stages_send_over_nccl_has_connections_of_its_own(over_cpu, backend
 
     world = World(0, 2, 0, 2, 0, 1, port=1)
     group = Group(world, DEVICE, HashStore(), None, 1, nodes=(0, 0), over_cpu=over_cpu, connections=Asked())
-    Pipeline(StrategyContext(group, lambda *_: range(2)), Options(), 2)
+    Pipeline(StrategyContext(group, lambda *_: range(2)), PipelineOptions(), 2)
     assert sorted(asked) == sorted([*backends, "gloo"])  # the last one for what is no tensor
 
 

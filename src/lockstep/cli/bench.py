@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.setting_options import read_set
 from lockstep.cli.site_file import site_prices
 from lockstep.errors import SettingError
@@ -34,7 +35,7 @@ def bench_options() -> Parser:
         description="Measure an unchanged script on this machine. Each variant trains for some steps in each of "
         "several rounds; its results are discarded.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        formatter_class=option_lines(30),
         epilog="The table is printed to stdout. The last line names the directory with the JSON, CSV and SVG files.",
     )
     vary = parser.add_argument_group("what varies; all combinations are measured")
@@ -42,7 +43,7 @@ def bench_options() -> Parser:
     vary.add_argument(
         "--ranks", type=int, help="such as 1 2 4 (default: 1, 2, 4 ... up to all GPUs, or all CPUs)", **several
     )
-    vary.add_argument("--strategies", default=["ddp"], help="such as dp ddp fsdp (default: ddp)", **several)
+    vary.add_argument("--strategies", default=["ddp"], help=f"of {STRATEGIES} (default: ddp)", **several)
     vary.add_argument(
         "--batch",
         type=int,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.option_formatting import option_lines
 from lockstep.errors import SettingError
 
 
@@ -20,7 +21,7 @@ def doctor_options() -> Parser:
         "fit for a training? With a script: train it for about a minute on two ranks, and say what it loses and what "
         "it gets wrong there. What it saves by Run or torch.save is not kept.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        formatter_class=option_lines(30),
         epilog="Exit codes: 0 nothing blocks a training, 2 usage, 3 something does.",
     )
     where = parser.add_argument_group("what is tried")

@@ -23,6 +23,7 @@ from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
+from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.other_launchers import INSTEAD
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.rendezvous_options import add_rendezvous_options, among_nodes, rendezvous_of
@@ -40,7 +41,7 @@ from lockstep.records import read_bytes
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
 from lockstep.settings import ResolvedSettings, Settings
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import read_strategy
 
 _EXAMPLES = """\
 examples:
@@ -124,7 +125,7 @@ def run_options() -> Parser:
         description="Start a script on several ranks of this machine, or of several, and watch over them.",
         allow_abbrev=False,
         add_help=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
+        formatter_class=option_lines(34),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
         "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
         "the system.",
@@ -194,7 +195,7 @@ def run_options() -> Parser:
     )
     what.add_argument("--use-env", action="store_true", help=argparse.SUPPRESS)  # of that launcher, which is so always
     what.add_argument("-h", "--help", action="help", help="show these options")
-    what.add_argument("script", nargs="?", metavar="script.py")
+    what.add_argument("script", nargs="?", metavar="script.py", help=argparse.SUPPRESS)  # named in the usage
     what.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     _accept_underscores(parser)
     return parser
@@ -316,7 +317,7 @@ def job_options(name: str) -> Parser:
         f"{table} of lockstep.toml in the working directory, under the same names; and setup and extra there, lists of "
         "shell lines before the launcher and of more options for the scheduler.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        formatter_class=option_lines(32),
         epilog="Options of lockstep run may be given too, before the script.",
     )
     parser.add_argument("--nodes", type=int, metavar="N", help="machines (default: 1)")
@@ -408,7 +409,7 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
         # A script may change its directory.
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
     by_environment = ResolvedSettings.resolve({}, os.environ).values
-    split(given.get("strategy", by_environment.strategy))
+    read_strategy(given.get("strategy", by_environment.strategy))
     if (track := given.get("track", "none")) != "none":
         refuse_unknown_trackers(track)
     return given

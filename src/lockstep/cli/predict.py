@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.errors import SettingError
 
 
@@ -18,7 +19,7 @@ def predict_options() -> Parser:
         description="Predict how fast a script would train on other GPUs and networks, and what it would cost, from a "
         "profile of it on one device of this machine. Each answer has a 90 % interval and the sources of its numbers.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        formatter_class=option_lines(30),
         epilog="lockstep.toml has prices of one device for one hour in [prices], GPUs and links of your own in "
         "[predict.gpus.NAME] and [predict.links.NAME].",
     )
@@ -36,7 +37,7 @@ def predict_options() -> Parser:
         "--up-to", type=int, metavar="RANKS", help="also with more nodes of the same kind (default: only those of --on)"
     )
     how = parser.add_argument_group("how it is trained")
-    how.add_argument("--strategies", nargs="+", default=["ddp"], metavar="NAME", help="such as ddp fsdp (default: ddp)")
+    how.add_argument("--strategies", nargs="+", default=["ddp"], metavar="NAME", help=f"of {STRATEGIES} (default: ddp)")
     how.add_argument("--reduction", choices=("exact", "fast"), default="exact", help="default: exact")
     how.add_argument(
         "--bucket", type=float, metavar="MIB", help="MiB of gradients exchanged at once (default: as in training)"

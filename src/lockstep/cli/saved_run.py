@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from lockstep.cli.command import Command, Parser
+from lockstep.cli.option_formatting import option_lines
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.formatting import duration, harmless, size
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
@@ -22,7 +23,7 @@ def _export_options() -> Parser:
         description="Write a trained model to a file that other programs load, from a checkpoint of any strategy. No "
         "rank is started.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=112),
+        formatter_class=option_lines(32),
     )
     parser.add_argument(
         "--step", default="newest", metavar="N|best|newest", help="which checkpoint (default: the newest)"

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
+from lockstep.cli.option_formatting import STRATEGIES
 from lockstep.errors import SettingError
 from lockstep.settings import Settings, parse
 
@@ -22,7 +23,7 @@ class _Option:
 _OPTIONS: Final[Mapping[str, _Option]] = {
     "checkpoint": _Option("where checkpoints are (default: in the run directory)", "DIR"),
     "save_every": _Option("such as '100 steps', '5 min', '1 epoch'", "SPAN"),
-    "strategy": _Option("how replicas are kept in step (default: ddp)", "NAME"),
+    "strategy": _Option(f"how replicas are kept in step: {STRATEGIES} (default: ddp)", "NAME"),
     "rehearse": _Option("with too few GPUs: ranks share one, threads stand in", None),
     "reduction": _Option("exact or fast", "NAME"),
     "precision": _Option("fp32, bf16 or fp16", "NAME"),

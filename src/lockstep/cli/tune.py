@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.command import Command, Parser, split_at_script
+from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.search_results import add_result_options, show_results, wants_results
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.errors import SettingError
@@ -42,7 +43,7 @@ def tune_options() -> Parser:
         description="Search for hyperparameters with the script's call of lockstep.tune(objective, space). Each worker "
         "evaluates one trial at a time, on ranks of its own. With --show and the like: show a search instead.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=112),
+        formatter_class=option_lines(34),
         epilog="Options after the script are the script's own. Exit codes: 0 done, 1 no trial has a loss or the script "
         "failed, 2 usage, 75 stopped, run it again with --resume.",
     )

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.setting_options import read_set
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 from lockstep.records import read_object
 from lockstep.settings import Settings, parse
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import read_strategy
 
 if TYPE_CHECKING:  # they load what a command needs that starts ranks
     from lockstep.launch import Module, Script
@@ -34,7 +35,7 @@ def verify_options() -> Parser:
         "bit: once more, on 1, 2 and 3 ranks, with other loader processes, killed and resumed, with another clock, "
         "host name, directory and hash seed. What differs is named, with the line that is likely to blame.",
         allow_abbrev=False,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=112),
+        formatter_class=option_lines(30),
         epilog="Exit codes: 0 all equal, 1 something differs or the script fails as it is, 2 usage.",
     )
     several: dict[str, Any] = {"nargs": "+", "metavar": "X"}
@@ -67,7 +68,7 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     settings = read_set(parsed.set)
     Settings(**{name: parse(name, value) for name, value in settings.items()})
     for strategy in parsed.strategies:
-        split(strategy)
+        read_strategy(strategy)
     kind = Script if parsed.module is None else Module
     program = kind(parsed.script or parsed.module, tuple(parsed.args))
     plan = VerifyPlan(program, tuple(parsed.strategies), settings, tuple(parsed.only), parsed.time)

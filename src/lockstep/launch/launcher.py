@@ -58,7 +58,7 @@ from lockstep.launch_contract import (
 )
 from lockstep.report import State, StatusFile
 from lockstep.settings import parse
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import read_strategy
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ def launch(
     for name, value in (settings or {}).items():
         parse(name, value)
         if name == "strategy":
-            split(str(value))
+            read_strategy(str(value))
     request = Request(
         Function(main, tuple(args)),
         nproc_per_node=ranks,

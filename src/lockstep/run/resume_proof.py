@@ -37,11 +37,9 @@ from lockstep.run.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.identity import optimizers_of
 from lockstep.run.script_state import Lost, lost, script_state
 from lockstep.run.setup import RunContext
-from lockstep.strategies import ServerStrategy, split
-from lockstep.strategy_words import SAME_BITS
+from lockstep.strategies import ServerStrategy
+from lockstep.strategy_kinds import kind_of, split
 
-#: Options that leave bits alone.
-_HARMLESS: Final = frozenset(("stage", "shard", "servers", "wrap", "reshard", "prefetch", "offload"))
 #: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
 _NEAR: Final = 1e-3
 _MOST_LISTED: Final = 6  # variables of the script
@@ -215,10 +213,10 @@ class ResumeProof:
         """In which worlds a step has the bits that it has here; "": nowhere, and not here either."""
         context = self._context
         settings = context.settings
-        name, options = split(settings.strategy)
+        kind, options = kind_of(settings.strategy), split(settings.strategy)[1]
         if settings.reduction != "exact" or not context.share.in_step or "compress" in options:
             return ""
-        if name in SAME_BITS and options.keys() <= _HARMLESS and not settings.sync_batchnorm:
+        if kind.same_bits and options.keys() <= kind.keeps_bits and not settings.sync_batchnorm:
             return "any"
         return f"{settings.strategy} on {context.group.size}"
 

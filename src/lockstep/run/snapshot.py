@@ -14,7 +14,8 @@ from lockstep.progress import Progress
 from lockstep.run.divergence import DivergenceCheck
 from lockstep.run.resume_point import tree_marks
 from lockstep.run.setup import RunContext
-from lockstep.strategies import LossStrategy, ServerStrategy, StatePart, split
+from lockstep.strategies import LossStrategy, ServerStrategy, StatePart
+from lockstep.strategy_kinds import split
 
 
 class RunSnapshot:

@@ -29,7 +29,7 @@ from lockstep.scale.published import read_rows
 from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
-from lockstep.scale.simulator import simulate
+from lockstep.scale.simulator import StrategyCost, simulate
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
 from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
@@ -51,6 +51,7 @@ __all__ = [
     "SimulatedStrategy",
     "StepProfile",
     "StepTime",
+    "StrategyCost",
     "Sweep",
     "System",
     "Timing",

@@ -24,15 +24,13 @@ from lockstep.errors import SettingError
 from lockstep.formatting import size
 from lockstep.scale.catalogue import Catalogue
 from lockstep.step_record import RankRecord
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import BUILT_IN, read_strategy, split
 
 #: Of a GPU's memory, what can be planned with; the rest is for fragments and for what kernels need while they run.
 USABLE = 0.92
 #: CUDA's own context with the libraries that torch loads, on each rank: about half a GiB.
 CONTEXT_BYTES = 0.5 * 2**30
 _LAYERS_AT_ONCE = 2  # whole under fsdp: the one that computes, and the next one, gathered ahead
-_DIVIDED = {"zero": (False, False, True), "fsdp": (True, True, True), "hsdp": (True, True, True)}
-_WHOLE = ("none", "ddp", "dp", "auto", "local-sgd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +72,23 @@ def memory_need(record: RankRecord, strategy: str, ranks: int) -> MemoryNeed:
     Raises:
         SettingError: for a strategy of which no formula is known here.
     """
-    name, options = split(strategy)
-    if name not in (*_WHOLE, *_DIVIDED) or options.get("tensor", "1") != "1":
-        known = ", ".join((*_WHOLE, *_DIVIDED))
-        raise SettingError(f"--memory knows no formula for strategy {strategy}; it has {known}")
-    shard = options.get("shard", str(ranks))
-    if not shard.isdecimal() or int(shard) < 1:
-        raise SettingError(f"strategy {strategy}: shard={shard}; give a number of ranks from 1")
-    parts = int(shard) if name == "hsdp" else 1 if name == "dp" else ranks
+    kind, options = read_strategy(strategy)
+    unknown = kind.unpredicted(split(strategy)[1])
+    if kind.divides is None or not kind.own_activations or unknown:
+        known = ", ".join(
+            name for name, other in BUILT_IN.items() if other.divides is not None and other.own_activations
+        )
+        raise SettingError(
+            f"--memory knows no formula for {unknown or 'the memory'} of strategy {strategy}; give one of {known}"
+        )
+    parts = getattr(options, kind.divided_by, 0) or (1 if kind.one_process else ranks)
     parameters, gradients, optimizer = (
-        parts if divided else 1 for divided in _DIVIDED.get(name, (False, False, False))
+        parts if part in kind.divides else 1 for part in ("parameters", "gradients", "optimizer")
     )
     absent = record.parameter_bytes * (1 - 1 / parameters)
     gathered = min(_LAYERS_AT_ONCE * record.largest_layer_bytes, absent)
     samples = min(record.micro_batch, record.global_batch)
-    copies = ranks if name == "dp" else 1  # each device gets its part of the micro-batch
+    copies = ranks if kind.one_process else 1  # each device gets its part of the micro-batch
     return MemoryNeed(
         parameters=record.parameter_bytes / parameters,
         gradients=record.gradient_bytes / gradients,

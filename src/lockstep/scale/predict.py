@@ -17,6 +17,7 @@ from lockstep.scale.simulator import alone_s, simulate
 from lockstep.scale.step_profile import LinkProfile, StepProfile
 from lockstep.scale.step_time import StepTime
 from lockstep.scale.systems import System, parse_system
+from lockstep.strategy_kinds import read_strategy
 
 _HOUR = 3600.0
 
@@ -230,9 +231,10 @@ def _samples(profile: StepProfile) -> float | None:
 def _needed_bytes(profile: StepProfile, strategy: SimulatedStrategy, system: System) -> float:
     """Of a rank: parameters, gradients, optimizer; activations come on top."""
     gradients = sum(gradient.bytes for gradient in profile.gradients)
-    divided = {"fsdp": system.ranks, "hsdp": system.gpus_per_node, "pipeline": system.ranks}.get(strategy.name, 1)
-    state = profile.optimizer_bytes / (system.ranks if strategy.name == "zero" else divided)
-    return (profile.parameter_bytes + gradients) / divided + state
+    kind, options = read_strategy(strategy.spec)
+    parts = getattr(options, kind.divided_by, 0) or (system.gpus_per_node if kind.within_node else system.ranks)
+    held = {"parameters": profile.parameter_bytes, "gradients": gradients, "optimizer": profile.optimizer_bytes}
+    return sum(size / (parts if name in (kind.divides or ()) else 1) for name, size in held.items())
 
 
 def _sources(request: PredictionRequest, system: System) -> tuple[str, ...]:

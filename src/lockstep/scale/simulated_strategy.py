@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 from lockstep.errors import SettingError
 from lockstep.scale.buckets import MIB
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import read_strategy, split
 
 Reduction = Literal["exact", "fast"]
 
@@ -41,19 +41,20 @@ class SimulatedStrategy:
         """What ``--strategy SPEC`` means, with buckets of ``bucket_mb`` MiB (None: what Lockstep takes on ``device``).
 
         Raises:
-            SettingError: for a strategy or an option that there is not, for tensor groups, of which no model is known
-                here, and a limit that is not above 0.
+            SettingError: for a strategy or an option that there is not, for an option of which no formula is known,
+                and a limit that is not above 0.
         """
+        kind, _ = read_strategy(spec)
         name, options = split(spec)
-        if options.get("tensor", "1") != "1":
+        if unknown := kind.unpredicted(options):
             raise SettingError(
-                f"strategy {spec}: predictions do not include tensor groups, whose ranks wait for each other "
-                "within a layer; measure it with lockstep bench, or leave tensor= out"
+                f"strategy {spec}: predictions know no formula for {unknown}; measure a step with lockstep bench, or "
+                f"leave {unknown.partition('=')[0]}= out"
             )
         limit = _BUCKET_MIB[device] if bucket_mb is None else bucket_mb
         if not limit > 0:
             raise SettingError(f"bucket={limit:g}: give MiB above 0")
-        return cls("ddp" if name == "auto" else name, options, reduction, limit * MIB)
+        return cls(name, options, reduction, limit * MIB)
 
     @property
     def spec(self) -> str:

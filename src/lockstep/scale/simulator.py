@@ -10,7 +10,8 @@ Formulas and their sources are in docs/scale.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import NormalDist
@@ -24,6 +25,7 @@ from lockstep.scale.step_profile import GradientReady, StepProfile
 from lockstep.scale.step_time import PARTS, StepTime
 from lockstep.scale.systems import System
 from lockstep.scale.two_lanes import TwoLanes
+from lockstep.strategy_kinds import kind_of
 
 _MOST_BLOCKS: Final = 48  #: that fsdp gathers one after another, where the profile does not say
 #: How often PowerSGD goes over a gradient: adds what was left out, two products, subtracts; and once for each rank.
@@ -31,7 +33,7 @@ _POWERSGD_PASSES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class StrategyCost:
     """What a strategy adds to the step of one device."""
 
     added: Mapping[str, float]
@@ -82,7 +84,7 @@ def _within_error(link: Link, sign: int) -> Link:
 
 def _step(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StepTime:
     n, passes = system.ranks, profile.micro_batches
-    outcome = _Outcome({}, 0.0, synchronous=0.0) if n == 1 else _STRATEGIES[strategy.name](profile, system, strategy)
+    outcome = StrategyCost({}, 0.0, synchronous=0.0) if n == 1 else _cost(profile, system, strategy)
     parts = dict.fromkeys(PARTS, 0.0)
     parts["data"] = passes * profile.data.median_s
     parts["forward"] = passes * profile.forward.median_s
@@ -100,6 +102,17 @@ def _step(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> 
         parts["input"] += max(0.0, samples / system.nodes / limit - sum(parts.values()))
     seconds = sum(parts.values())
     return StepTime(n, seconds, seconds, seconds, parts, outcome.sent_bytes, samples, outcome.transfers, outcome.notes)
+
+
+def _cost(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    place = kind_of(strategy.name).cost
+    if not place:
+        raise PlanError(
+            f"strategy {strategy.name} does not say what its steps cost (StrategyKind.cost); measure a step with "
+            "lockstep bench"
+        )
+    cost: StrategyCost = pkgutil.resolve_name(place)(profile, system, strategy)
+    return cost
 
 
 def _cv(profile: StepProfile) -> float:
@@ -120,7 +133,8 @@ def slowest_of(ranks: int) -> float:
 # Replicas ----------------------------------------------------------------------------------------------------------
 
 
-def _ddp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def ddp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Gradients are summed in buckets while the backward pass goes on, compressed if the options say so."""
     compress = strategy.word("compress", "none")
     if compress == "powersgd":
         return _powersgd(profile, system, strategy)
@@ -132,7 +146,7 @@ def _ddp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _
     lanes = _overlapped(profile, system, buckets, traffic)
     exposed = max(lanes.computed_s, lanes.moved_s) - profile.backward.median_s
     size = sum(bucket.bytes for bucket in buckets)
-    return _Outcome(
+    return StrategyCost(
         {"communication": exposed, "compression": cast},
         traffic * _ring(size, system.ranks),
         tuple(lanes.transfers),
@@ -177,14 +191,14 @@ def _most_nodes(each: int, ranks: int) -> int:
     return max(nodes(0, whole, rank * each, (rank + 1) * each) for rank in some)
 
 
-def _powersgd(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def _powersgd(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
     rank = strategy.number("rank", 1)
     sent = float(sum(_low_rank_bytes(gradient, rank) for gradient in profile.gradients))
     whole = sum(gradient.bytes for gradient in profile.gradients)
     compressing = (_POWERSGD_PASSES + 2 * rank) * whole / system.gpu.memory_bytes_per_s
     # Two exchanges one after the other: q cannot be computed before p is summed.
     moving = 2 * system.all_reduce_s(sent / 2)
-    return _Outcome(
+    return StrategyCost(
         {"communication": moving, "compression": compressing},
         _ring(sent, system.ranks),
         ((profile.backward.median_s, profile.backward.median_s + moving),),
@@ -197,10 +211,11 @@ def _low_rank_bytes(gradient: GradientReady, rank: float) -> float:
     return min(gradient.bytes, 4 * rank * 2 * math.sqrt(numbers))
 
 
-def _zero(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def zero(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Gradients are summed as under ddp, each rank steps its own parameters, and sends them to all."""
     if strategy.number("stage", 1) == 2:
         return _sharded(profile, system, system, replace(strategy, options={"reshard": "step"}))
-    replicas = _ddp(profile, system, replace(strategy, options={}))
+    replicas = ddp(profile, system, replace(strategy, options={}))
     spread = system.half_s(profile.parameter_bytes)
     saved = profile.optimizer.median_s * (1 - 1 / system.ranks)
     added = {**replicas.added, "communication": replicas.added["communication"] + spread, "optimizer": -saved}
@@ -214,11 +229,13 @@ def _zero(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> 
 # Divided models ----------------------------------------------------------------------------------------------------
 
 
-def _fsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def fsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Blocks are gathered from all ranks, and their gradients scattered over all ranks."""
     return _sharded(profile, system, system, strategy)
 
 
-def _hsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def hsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Blocks are gathered within a node, and gradients summed between nodes, too."""
     shard = int(strategy.number("shard", 0)) or system.gpus_per_node
     if system.ranks % shard:
         raise PlanError(
@@ -240,10 +257,10 @@ def _hsdp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> 
     return replace(sharded, added=added, sent_bytes=sharded.sent_bytes + _ring(part, copies))
 
 
-def _sharded(profile: StepProfile, system: System, inner: System, strategy: SimulatedStrategy) -> _Outcome:
+def _sharded(profile: StepProfile, system: System, inner: System, strategy: SimulatedStrategy) -> StrategyCost:
     """Blocks are gathered for the forward pass, again for the backward pass, and their gradients scattered."""
     if inner.ranks == 1:
-        return _ddp(profile, system, replace(strategy, name="ddp", options={}))
+        return ddp(profile, system, replace(strategy, name="ddp", options={}))
     wire = 1.0 if strategy.word("mixed", "none") == "none" else 0.5
     blocks = list(reversed(_blocks(profile)))  # in the order of the forward pass
     again = strategy.word("reshard", "true") == "true"
@@ -273,7 +290,7 @@ def _sharded(profile: StepProfile, system: System, inner: System, strategy: Simu
     added["optimizer"] = -profile.optimizer.median_s * (1 - 1 / inner.ranks)
     gathered_bytes = (2 if again else 1) * rounds * size * wire
     sent = (gathered_bytes + size) * (inner.ranks - 1) / inner.ranks
-    return _Outcome(added, sent, tuple(lanes.transfers))
+    return StrategyCost(added, sent, tuple(lanes.transfers))
 
 
 def _blocks(profile: StepProfile) -> list[Bucket]:
@@ -285,7 +302,8 @@ def _blocks(profile: StepProfile) -> list[Bucket]:
 # Ranks that step by themselves -----------------------------------------------------------------------------------
 
 
-def _local_sgd(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def local_sgd(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Parameters are averaged over all ranks every ``period`` steps, after the step."""
     period = max(1.0, strategy.number("period", 8))
     size = profile.parameter_bytes
     if strategy.word("moments", "keep") == "average":
@@ -295,10 +313,11 @@ def _local_sgd(profile: StepProfile, system: System, strategy: SimulatedStrategy
     if node_period and system.nodes > 1:
         moving += system.node_only.all_reduce_s(size) * (1 / node_period - 1 / period)
     # Over a period the variation of single steps averages out.
-    return _Outcome({"communication": moving}, sent, synchronous=1 / math.sqrt(period))
+    return StrategyCost({"communication": moving}, sent, synchronous=1 / math.sqrt(period))
 
 
-def _diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Fragments of the parameters are exchanged in each ``period``, behind the next steps if ``overlap`` says so."""
     period = max(1.0, strategy.number("period", 100))
     fragments = max(1.0, strategy.number("fragments", 1))
     overlap = strategy.number("overlap", 0)
@@ -313,7 +332,7 @@ def _diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -
     exposed = max(last, moving - hidden)
     # The link is one: what is sent in a period takes its time, however well it is hidden.
     exposed = max(exposed * fragments, moving * fragments - period * alone_s(profile))
-    return _Outcome(
+    return StrategyCost(
         {"communication": exposed / period}, _ring(size, system.ranks) / period, synchronous=1 / math.sqrt(period)
     )
 
@@ -321,7 +340,7 @@ def _diloco(profile: StepProfile, system: System, strategy: SimulatedStrategy) -
 # Other worlds ----------------------------------------------------------------------------------------------------
 
 
-def _dp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def dp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
     """One process: it loads for all GPUs, copies the model to each, and adds their gradients up on the first one."""
     if system.nodes > 1:
         raise PlanError(f"dp runs in one process, and the system has {system.nodes} nodes; give one node, or use ddp")
@@ -329,10 +348,13 @@ def _dp(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _O
     copying = (n - 1) * (profile.parameter_bytes + size) / system.within.bytes_per_s
     loading = (n - 1) * profile.micro_batches * profile.data.median_s
     passes = profile.micro_batches
-    return _Outcome({"communication": passes * copying, "input": loading}, passes * (n - 1) * profile.parameter_bytes)
+    return StrategyCost(
+        {"communication": passes * copying, "input": loading}, passes * (n - 1) * profile.parameter_bytes
+    )
 
 
-def _parameter_server(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def parameter_server(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Workers push gradients to the servers, which send parameters back."""
     servers = max(1, int(strategy.number("servers", 1)))
     workers = system.ranks - servers
     if workers < 1:
@@ -346,12 +368,13 @@ def _parameter_server(profile: StepProfile, system: System, strategy: SimulatedS
         # A worker waits for its own; a server's link is busy with everybody's.
         own = 2 * system.move_s(size)
         moving = max(own, moving - alone_s(profile))
-    outcome = _Outcome({"communication": moving}, busiest)
+    outcome = StrategyCost({"communication": moving}, busiest)
     # Servers compute nothing.
     return replace(outcome, replicas=workers, notes=(f"{workers} of {system.ranks} ranks compute",))
 
 
-def _pipeline(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def pipeline(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Stages compute one after another, so that each waits for the first and the last micro-batches of a step."""
     stages = int(strategy.number("stages", 0)) or system.ranks
     if system.ranks % stages:
         raise PlanError(
@@ -370,28 +393,14 @@ def _pipeline(profile: StepProfile, system: System, strategy: SimulatedStrategy)
         added["communication"] = outer.all_reduce_s(size)
         sent = _ring(size, replicas)
     note = "activations between stages are left out: a profile does not hold their sizes"
-    return _Outcome(added, sent, replicas=replicas, notes=(note,))
+    return StrategyCost(added, sent, replicas=replicas, notes=(note,))
 
 
-def _none(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> _Outcome:
+def none(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> StrategyCost:
+    """Refused: there is no such step on several ranks."""
     raise PlanError(f"strategy none is for one rank, and the system has {system.ranks}; use ddp")
 
 
 def _ring(size: float, ranks: int) -> float:
     """Bytes that each rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size
-
-
-_STRATEGIES: Final[Mapping[str, Callable[[StepProfile, System, SimulatedStrategy], _Outcome]]] = {
-    "none": _none,
-    "dp": _dp,
-    "ddp": _ddp,
-    "zero": _zero,
-    "fsdp": _fsdp,
-    "hsdp": _hsdp,
-    "local-sgd": _local_sgd,
-    "diloco": _diloco,
-    "parameter-server": _parameter_server,
-    "hybrid": _parameter_server,
-    "pipeline": _pipeline,
-}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.errors import SettingError
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import kind_of, split
 
 Scaling = Literal["strong", "weak"]
 
@@ -115,10 +115,11 @@ def start_of(variant: Variant, sweep: Sweep, sizes: BatchSizes | None, *, on_gpu
     """
     settings = dict(sweep.settings)
     ranks, name = variant.ranks, variant.strategy
-    if split(name)[0] == "dp" and "devices" not in split(name)[1]:
+    one_process = kind_of(name).one_process
+    if one_process and "devices" not in split(name)[1]:
         name = f"{name}{',' if ':' in name else ':'}devices={ranks}"
         settings |= {} if on_gpu else {"rehearse": "true"}
-    processes = 1 if split(name)[0] == "dp" else ranks
+    processes = 1 if one_process else ranks
     settings["strategy"] = name
     batch = variant.batch if variant.batch is not None or sizes is None else sizes.global_batch
     if batch is None and sweep.scaling == "weak":

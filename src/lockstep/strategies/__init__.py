@@ -10,23 +10,26 @@ Such as ``ddp``, or with options::
 from __future__ import annotations
 
 import importlib
-from types import ModuleType
 
-from lockstep.settings import read_options
 from lockstep.strategies.batchnorm import synchronize_batchnorm
-from lockstep.strategies.buffers import same
+from lockstep.strategies.buffers import Buffers, same
+from lockstep.strategies.delegation import DelegatingStrategy
 from lockstep.strategies.gradient_accumulation import (
     LossCall,
     ParameterSet,
+    TreeGradientAccumulator,
     as_real,
+    begin_total,
     describe_loss,
+    divide_by_counts,
     has_gradient,
     is_loss,
     parameters_of,
 )
 from lockstep.strategies.initial_values import give_values, is_on_meta, make_module
+from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.multi_gpu import spans_gpus
-from lockstep.strategies.sparse_gradients import sparse_parameters
+from lockstep.strategies.sparse_gradients import refuse_sparse, sparse_parameters
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import (
@@ -40,10 +43,11 @@ from lockstep.strategies.strategy import (
     TensorPlan,
     UpdateShare,
 )
-from lockstep.strategy_words import split
+from lockstep.strategy_kinds import read_strategy
 
 __all__ = [
-    "STRATEGIES",
+    "Buffers",
+    "DelegatingStrategy",
     "LossCall",
     "LossStrategy",
     "ParameterSet",
@@ -56,39 +60,26 @@ __all__ = [
     "Strategy",
     "StrategyContext",
     "TensorPlan",
+    "TreeGradientAccumulator",
     "UpdateShare",
     "as_real",
+    "begin_total",
     "describe_loss",
+    "divide_by_counts",
     "give_values",
     "has_gradient",
-    "import_strategy",
     "is_loss",
     "is_on_meta",
     "make_module",
     "open_strategy",
     "parameters_of",
+    "refuse_sparse",
     "same",
     "spans_gpus",
     "sparse_parameters",
-    "split",
+    "sync_module_states",
     "synchronize_batchnorm",
 ]
-
-#: The words of `strategy_words`, each with its file. Loaded when asked for: some bring much of torch with them.
-STRATEGIES = {
-    "none": "single_process",
-    "dp": "dp",
-    "ddp": "ddp",
-    "zero": "zero",
-    "fsdp": "sharded.fully_sharded",
-    "hsdp": "sharded.hybrid_sharded",
-    "local-sgd": "local.local_sgd",
-    "diloco": "local.diloco",
-    "parameter-server": "parameter_server.parameter_server",
-    "hybrid": "parameter_server.hybrid",
-    "pipeline": "pipelined.pipeline",
-    "auto": "auto",
-}
 
 
 def open_strategy(spec: str, context: StrategyContext) -> Strategy:
@@ -99,16 +90,6 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
     Raises:
         SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
     """
-    name, options = split(spec)
-    module = import_strategy(name)
-    strategy: Strategy = module.open_strategy(context, read_options(f"strategy {name}", module.Options, options))
+    kind, options = read_strategy(spec)
+    strategy: Strategy = importlib.import_module(kind.module).open_strategy(context, options)
     return strategy
-
-
-def import_strategy(spec: str) -> ModuleType:
-    """The module of the strategy that ``spec`` names.
-
-    Raises:
-        SettingError: if there is no such strategy.
-    """
-    return importlib.import_module(f"lockstep.strategies.{STRATEGIES[split(spec)[0]]}")

@@ -24,8 +24,9 @@ from lockstep.errors import UsageError
 from lockstep.formatting import size
 from lockstep.strategies import ddp, zero
 from lockstep.strategies.delegation import DelegatingStrategy
-from lockstep.strategies.sharded import fsdp_options, fully_sharded
+from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.strategy import ReplicaAssignment, Strategy, StrategyContext
+from lockstep.strategy_kinds import DdpOptions, FsdpOptions, NoOptions, ZeroOptions
 
 _MIB = 1 << 20
 # Of the free memory, what may be planned with: activations and libraries want the rest.
@@ -37,12 +38,7 @@ _TRIES = 3
 _SLOW = 250e6 / 8
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``auto``: it has none."""
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Auto:
+def open_strategy(context: StrategyContext, options: NoOptions) -> Auto:
     """The strategy ``auto``. Collective."""
     return Auto(context)
 
@@ -159,10 +155,10 @@ class Auto(DelegatingStrategy):
         self._context.say(f"strategy auto: {choice.name}, for {choice.why}")
         context = replace(self._context, bucket_mb=self._context.bucket_mb or choice.bucket_mb)
         if choice.name == "zero":
-            return zero.open_strategy(context, zero.Options())
+            return zero.open_strategy(context, ZeroOptions())
         if choice.name == "fsdp":
-            return fully_sharded.open_strategy(context, fsdp_options.Options())
-        return ddp.open_strategy(context, ddp.Options())
+            return fully_sharded.open_strategy(context, FsdpOptions())
+        return ddp.open_strategy(context, DdpOptions())
 
     def delegate(self) -> Strategy:
         """The chosen strategy."""

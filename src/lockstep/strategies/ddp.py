@@ -16,7 +16,6 @@ So the model is what it is on one rank, and DDP can be made again when other par
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -46,35 +45,14 @@ from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import no_rows, sparse_again
 from lockstep.strategies.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, StatePart, Strategy, StrategyContext
+from lockstep.strategy_kinds import DdpOptions
 
 #: MiB of gradients exchanged at once. Between processes of one machine gloo is fastest near 1 MiB and its link is slow,
 #: so small buckets overlap best; between GPUs a bucket of torch's default size uses the link well.
 _BUCKET_MB = {"cpu": 4.0, "cuda": 25.0}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``ddp``."""
-
-    compress: str = "none"  #: what ranks send: ``fp16``, ``bf16`` or ``powersgd``; the bits depend on their number then
-    rank: int = 1  #: of PowerSGD's approximations: more are nearer to the gradient, and more to send
-    start: int = 0  #: how many steps go by before PowerSGD begins
-
-    def __post_init__(self) -> None:
-        if self.compress not in _COMPRESSIONS:
-            raise SettingError(f"strategy ddp: compress={self.compress!r}; give one of {', '.join(_COMPRESSIONS)}")
-        if self.rank < 1 or self.start < 0:
-            raise SettingError(
-                f"strategy ddp: rank={self.rank}, start={self.start}; give a rank from 1 and a start from 0"
-            )
-        if self.compress != "powersgd" and (self.rank, self.start) != (1, 0):
-            raise SettingError(
-                f"strategy ddp: rank and start are PowerSGD's, and compress={self.compress}; leave them out, or write "
-                "ddp:compress=powersgd"
-            )
-
-
-_COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, Options], Compression]]] = {
+_COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, DdpOptions], Compression]]] = {
     "none": lambda context, _: Uncompressed(context.group),
     "fp16": lambda context, _: Cast(context.group, torch.float16),
     "bf16": lambda context, _: Cast(context.group, torch.bfloat16),
@@ -84,7 +62,7 @@ _COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, Options], Compression]
 }
 
 
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: DdpOptions) -> Strategy:
     """The strategy ``ddp``; one rank alone needs none, and has nothing to compress. Collective."""
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 import torch
@@ -24,20 +23,10 @@ from torch.nn.parallel import data_parallel
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.strategy import Strategy, StrategyContext
+from lockstep.strategy_kinds import DpOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``dp``."""
-
-    devices: int = 0  #: among how many a micro-batch is divided; 0: all GPUs, or two threads
-
-    def __post_init__(self) -> None:
-        if self.devices < 0:
-            raise SettingError(f"strategy dp: devices={self.devices}; give a number from 1")
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: DpOptions) -> Strategy:
     """The strategy ``dp``.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -20,14 +19,10 @@ from lockstep.strategies.gradient_accumulation import (
 )
 from lockstep.strategies.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
+from lockstep.strategy_kinds import NoOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``none``: it has none."""
-
-
-def open_strategy(context: StrategyContext, options: Options) -> SingleProcess:
+def open_strategy(context: StrategyContext, options: NoOptions) -> SingleProcess:
     """The strategy ``none``.
 
     Raises:

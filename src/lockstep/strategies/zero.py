@@ -13,40 +13,27 @@ the last backward pass of a step, 4 + 12/W bytes a parameter.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
-from lockstep.errors import SettingError
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.delegation import DelegatingStrategy
 from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.sharded import fsdp_options, fully_sharded
+from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ShardedOptimizerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext, UpdateShare
+from lockstep.strategy_kinds import FsdpOptions, ZeroOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``zero``."""
-
-    #: Of ZeRO: 1 divides the state of the optimizer, 2 gradients as well. Parameters are whole while a step computes.
-    stage: int = 1
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2):
-            raise SettingError(f"stage={self.stage}: give 1 or 2; the third stage of ZeRO is the strategy fsdp")
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
     """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
     if options.stage == 2:
-        return fully_sharded.open_strategy(context, fsdp_options.Options(reshard="step"), "zero:stage=2")
+        return fully_sharded.open_strategy(context, FsdpOptions(reshard="step"), "zero:stage=2")
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
     replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)

@@ -8,6 +8,7 @@ a second pass of what differs    with hooks on modules, and the variables of the
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import re
@@ -24,8 +25,7 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.formatting import duration, plural
 from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, sources_hash
 from lockstep.launch_contract import EXIT_OK
-from lockstep.strategies import import_strategy
-from lockstep.strategy_words import SAME_BITS, split
+from lockstep.strategy_kinds import BUILT_IN, kind_of
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
 from lockstep.verify.conversion import to_change
 from lockstep.verify.difference import STEPS, Difference, aligned, described, first_difference, other_variables
@@ -83,13 +83,13 @@ def verify(plan: VerifyPlan, say: Say = lambda _: None) -> VerifyResult:
     """
     check_program(plan.program)
     for strategy in plan.strategies:
-        if (name := split(strategy)[0]) not in SAME_BITS:
+        if not (kind := kind_of(strategy)).same_bits:
             raise SettingError(
-                f"--strategies {strategy}: {name} computes something else by design; of equal bits are "
-                f"{', '.join(sorted(SAME_BITS))}"
+                f"--strategies {strategy}: {kind.name} computes something else by design; of equal bits are "
+                f"{', '.join(name for name, one in BUILT_IN.items() if one.same_bits)}"
             )
     import_torch()
-    import_strategy("ddp")
+    importlib.import_module(BUILT_IN["ddp"].module)
     with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as place:
         return _Verification(plan, say, Path(place)).result()
 

@@ -38,7 +38,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.launch.child_process import kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host import threads_of_rank
@@ -50,12 +49,13 @@ from lockstep.launch.workers.rank_process import become_rank, program_from, prog
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store
 from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE, STOP_SIGNALS
 from lockstep.settings import ResolvedSettings
+from lockstep.strategy_kinds import kind_of
 
 # What every training script needs; the last one is loaded by the first optimizer.
 _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.parallel", "torch._dynamo")
 # What ranks that use Lockstep need besides: it takes longer than all else that such a rank does before its step. By
 # name, since the launcher itself is free of torch.
-_RUN, _STRATEGIES = "lockstep.run.run", "lockstep.strategies"
+_RUN = "lockstep.run.run"
 _CHUNK_BYTES = 1 << 16
 #: How long the store may take to answer.
 _ANSWER_S = 2.0
@@ -310,9 +310,9 @@ def import_torch() -> None:
 def _import_for_runs(env: Mapping[str, str]) -> None:
     """Import `Run`, and the strategy of ``env``: that of the run unless the script names another one."""
     importlib.import_module(_RUN)
-    with contextlib.suppress(SettingError):  # the ranks will tell
+    with contextlib.suppress(Exception):  # of a word or a strategy of another package: the ranks will tell
         strategy = ResolvedSettings.resolve({}, env).values.strategy
-        importlib.import_module(_STRATEGIES).import_strategy(strategy)
+        importlib.import_module(kind_of(strategy).module)
 
 
 def _import_once(connection: socket.socket, program: Program, uses_run: bool, only_python: bool) -> StartMethod:

@@ -40,48 +40,18 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.errors import SettingError
 from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategy_kinds import DilocoOptions
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``diloco``."""
-
-    period: int = 100  #: steps between two exchanges of the same parameters
-    outer_lr: float = 0.7  #: learning rate of the outer optimizer
-    outer_momentum: float = 0.9  #: its momentum
-    fragments: int = 1  #: parts of the parameters, each exchanged at its own time within the period
-    overlap: int = 0  #: steps that ranks go on while an exchange is under way
-    mix: float = 0.5  #: with overlap, how much of a rank's own parameters stays; 0 drops what it did meanwhile
-    wire: str = "fp32"  #: format of what is exchanged: fp32 (as the parameters are), bf16 or fp16
-
-    def __post_init__(self) -> None:
-        given = f"strategy diloco: period={self.period}, fragments={self.fragments}, overlap={self.overlap}"
-        if self.period < 1 or not 1 <= self.fragments <= self.period:
-            raise SettingError(f"{given}; give a period from 1, and from 1 to {max(self.period, 1)} fragments")
-        if not 0 <= self.overlap < self.period // self.fragments:
-            raise SettingError(
-                f"{given}: an exchange begins every {self.period // self.fragments} steps, and the one before must "
-                f"have been applied by then; give an overlap from 0 to {self.period // self.fragments - 1}"
-            )
-        if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1 or not 0 <= self.mix < 1:
-            raise SettingError(
-                f"strategy diloco: outer_lr={self.outer_lr:g}, outer_momentum={self.outer_momentum:g}, "
-                f"mix={self.mix:g}; give an outer_lr above 0, and from 0 to below 1 for the others"
-            )
-        if self.wire not in _WIRES:
-            raise SettingError(f"strategy diloco: wire={self.wire!r}; give one of {', '.join(_WIRES)}")
-
-
-def open_strategy(context: StrategyContext, options: Options) -> DiLoCo:
+def open_strategy(context: StrategyContext, options: DilocoOptions) -> DiLoCo:
     """The strategy ``diloco``; on one rank, its outer optimizer alone. Collective.
 
     Raises:
@@ -180,7 +150,7 @@ class OuterOptimizer:
 class DiLoCo(Strategy):
     """The strategy ``diloco``."""
 
-    def __init__(self, context: StrategyContext, options: Options) -> None:
+    def __init__(self, context: StrategyContext, options: DilocoOptions) -> None:
         group = context.group
         self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options

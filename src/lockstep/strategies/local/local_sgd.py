@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -35,40 +34,16 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.errors import SettingError
 from lockstep.strategies.ddp import Ddp
 from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategy_kinds import LocalSgdOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``local-sgd``."""
-
-    period: int = 8  #: steps between two averages over all ranks
-    warmup: int = 0  #: steps at the beginning that are those of ddp
-    node_period: int = 0  #: steps between two averages over the ranks of a node; 0: there are none
-    moments: str = "keep"  #: of optimizers: keep each rank's own, or average them with the parameters
-
-    def __post_init__(self) -> None:
-        if self.period < 1 or self.warmup < 0 or self.node_period < 0:
-            raise SettingError(
-                f"strategy local-sgd: period={self.period}, warmup={self.warmup}, node_period={self.node_period}; give "
-                "a period from 1, and the others from 0"
-            )
-        if self.node_period and self.period % self.node_period:
-            raise SettingError(
-                f"strategy local-sgd: node_period={self.node_period} does not divide period={self.period}; give a "
-                f"multiple of it, such as period={self.node_period * max(1, round(self.period / self.node_period))}"
-            )
-        if self.moments not in ("keep", "average"):
-            raise SettingError(f"strategy local-sgd: moments={self.moments!r}; give keep or average")
-
-
-def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
+def open_strategy(context: StrategyContext, options: LocalSgdOptions) -> LocalSgd:
     """The strategy ``local-sgd``. Collective.
 
     Raises:
@@ -81,7 +56,7 @@ def open_strategy(context: StrategyContext, options: Options) -> LocalSgd:
 class LocalSgd(Strategy):
     """The strategy ``local-sgd``."""
 
-    def __init__(self, context: StrategyContext, options: Options) -> None:
+    def __init__(self, context: StrategyContext, options: LocalSgdOptions) -> None:
         group = context.group
         self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options

@@ -75,19 +75,12 @@ from lockstep.strategies.partial_models import mark_absent, of_absent_parameters
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import OwnerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, ServerStrategy, Strategy, StrategyContext, UpdateShare
+from lockstep.strategy_kinds import HybridOptions
 
 _LOOK_UP, _BACKWARD = "a look-up of embeddings", "the backward pass"
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``hybrid``."""
-
-    servers: int = 1  #: how many of the ranks serve, the last ones
-    served: str = ""  #: names of the embeddings that lie there, joined by '+'; all of them, if there is none
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: HybridOptions) -> Strategy:
     """The strategy ``hybrid``; one rank alone holds everything. Collective.
 
     Raises:

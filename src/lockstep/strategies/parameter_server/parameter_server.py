@@ -28,7 +28,7 @@ pushes.)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -36,7 +36,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
-from lockstep.errors import MismatchError, SettingError
+from lockstep.errors import MismatchError
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
@@ -53,32 +53,10 @@ from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENT
 from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import ServerStrategy, Strategy, StrategyContext, UpdateShare
+from lockstep.strategy_kinds import ParameterServerOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of ``parameter-server``."""
-
-    servers: int = 1  #: how many of the ranks serve, the last ones
-    mode: str = "sync"  #: sync: servers wait for all workers; async: they step with each push
-    staleness: int | None = None  #: of async: by how many steps a worker may be ahead of the slowest; None: any number
-
-    def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            SettingError: for a value that cannot be used.
-        """
-        if self.mode not in ("sync", "async"):
-            raise SettingError(f"strategy parameter-server: mode={self.mode!r}; give sync or async")
-        if self.staleness is not None and (self.mode == "sync" or self.staleness < 0):
-            raise SettingError(
-                f"strategy parameter-server: staleness={self.staleness}, mode={self.mode}; "
-                "give a number from 0, with mode=async"
-            )
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: ParameterServerOptions) -> Strategy:
     """The strategy ``parameter-server``; one rank alone needs none. Collective.
 
     Raises:

@@ -27,7 +27,14 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import (
@@ -51,7 +58,6 @@ from lockstep.strategies.gradient_accumulation import (
 from lockstep.strategies.module_states import sync_module_states
 from lockstep.strategies.partial_models import of_absent_parameters
 from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
-from lockstep.strategies.pipelined.pipeline_options import SCHEDULES, SPLITTING, Options
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.random_states import RandomStates
 from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
@@ -71,11 +77,21 @@ from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.stage_sequence import StageSequence
 from lockstep.strategies.state_layout import OwnerLayout
 from lockstep.strategies.strategy import LossStrategy, ReplicaAssignment, Strategy, StrategyContext, UpdateShare
+from lockstep.strategy_kinds import CHUNKS, PipelineOptions
 
+_SCHEDULES: Final[dict[str, Any]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+}
+#: Those that compute the gradients of inputs and of weights in passes of their own.
+_SPLITTING: Final = ("zero-bubble", "zbv")
 _KEPT = 8  #: schedules; each has memory for what its micro-batches receive
 
 
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: PipelineOptions) -> Strategy:
     """The strategy ``pipeline``; one rank alone needs none. Collective.
 
     Raises:
@@ -103,7 +119,7 @@ class Pipeline(LossStrategy):
     forward_is_collective = True
     update_share = UpdateShare()
 
-    def __init__(self, context: StrategyContext, options: Options, ranks: int) -> None:
+    def __init__(self, context: StrategyContext, options: PipelineOptions, ranks: int) -> None:
         group = context.group
         shard_groups = ShardGroups(group, ranks)
         replica, index = divmod(group.rank, ranks)
@@ -159,15 +175,17 @@ class Pipeline(LossStrategy):
         self._find_unused = find_unused_parameters
         if model is not self._made:
             sync_module_states(self._context.group, model)
-        if sample := self._options.sample_like():
-            self._construction.restore(model.parameters())  # for it is computed
+        sample = None
+        if given := self._options.sample_shape():
+            sample = given[0], getattr(torch, given[1])
+            self._construction.restore(model.parameters())  # for they are computed
         wanted, cut = len(self._rank_of), self._options.cut
         division = divide(model, wanted, cut, sample, group=self._context.group, autocast=self._autocast)
         ranks, rank = self._replica_group.size, self._replica_group.rank
         rank_of = {name: self._rank_of[stage] for name, stage in division.stage_of.items()}
         own = {name for name, owner in rank_of.items() if owner == rank}
         keep_own_tensors(model, own, self._context.group.device, lambda one: self._construction.restore([one]))
-        splits = self._options.schedule in SPLITTING
+        splits = self._options.schedule in _SPLITTING
         for number in (number for number, owner in enumerate(self._rank_of) if owner == rank):
             modules = division.modules(number)
             buffers = Buffers(self._all_reduce, self._stage_group)
@@ -316,8 +334,8 @@ class Pipeline(LossStrategy):
                     )
                 )
                 fold_passes(stages[-1], stage)
-            schedule_type, _, most = SCHEDULES[part.schedule]
-            self._schedules[key] = schedule_type(
+            _, most = CHUNKS[part.schedule]
+            self._schedules[key] = _SCHEDULES[part.schedule](
                 stages[0] if most == 1 else stages,
                 part.length,
                 loss_fn=lambda output, _: output,

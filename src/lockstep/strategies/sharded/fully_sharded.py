@@ -70,7 +70,6 @@ from lockstep.strategies.sharded.fsdp_gradients import (
     Gradients,
     TrackedUse,
 )
-from lockstep.strategies.sharded.fsdp_options import MIXED, Options
 from lockstep.strategies.sharded.prefetch import Prefetch
 from lockstep.strategies.sharded.sharded_blocks import ShardedBlocks
 from lockstep.strategies.sharded.whole_gradients import by_type
@@ -79,8 +78,11 @@ from lockstep.strategies.single_process import SingleProcess
 from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
+from lockstep.strategy_kinds import FsdpOptions
 
 #: What torch says of operations that it does not compute with `DTensor`s.
+#: In what blocks are gathered and computed, by the word of the option `mixed`.
+_LOWER: Final = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_DTENSORS: Final = (
     *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
     *("in-place operations that require placement changes", "not supported with DTensor"),
@@ -88,7 +90,7 @@ _OF_DTENSORS: Final = (
 )
 
 
-def open_strategy(context: StrategyContext, options: Options, name: str = "fsdp") -> Strategy:
+def open_strategy(context: StrategyContext, options: FsdpOptions, name: str = "fsdp") -> Strategy:
     """The strategy ``fsdp``, or one that is the same by another ``name``; one rank divides nothing. Collective."""
     if options.tensor > 1:
         data_parallel = replace(options, tensor=1)
@@ -116,7 +118,7 @@ class FullySharded(Strategy):
     divides_construction = True
     repeats_other_ranks = True
 
-    def __init__(self, context: StrategyContext, options: Options, ranks: int, name: str) -> None:
+    def __init__(self, context: StrategyContext, options: FsdpOptions, ranks: int, name: str) -> None:
         if options.mixed == "fp16" and context.dtype is not torch.float16:
             raise SettingError(
                 "mixed=fp16: its gradients need the loss scale of precision='fp16'; give that beside it, or mixed=bf16"
@@ -213,7 +215,7 @@ class FullySharded(Strategy):
         ignored = ignored_parameters(model, options.ignored_modules)
         checks.check_divisible(model, self._name, ignored)
         checks.check_without_hooks(model, ignored)
-        lower = MIXED[options.mixed]
+        lower = _LOWER[options.mixed]
         if lower:
             checks.check_stateless(model, options.mixed)
         offload = options.offload and self._group.device.type != "cpu"

@@ -10,25 +10,18 @@ Bytes between nodes: 2 (C - 1) / C times a rank's rows for C copies, where ``fsd
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from lockstep.collectives import Group
 from lockstep.errors import SettingError
-from lockstep.strategies.sharded import fsdp_options, fully_sharded
+from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.sharded.fully_sharded import FullySharded
 from lockstep.strategies.strategy import Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
+from lockstep.strategy_kinds import HsdpOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Options(fsdp_options.Options):
-    """The options of ``hsdp``: those of ``fsdp``, and how many ranks hold a copy."""
-
-    #: Ranks that hold one copy of the model, or of a tensor group's part of it; 0: those of a node.
-    shard: int = 0
-
-
-def open_strategy(context: StrategyContext, options: Options) -> Strategy:
+def open_strategy(context: StrategyContext, options: HsdpOptions) -> Strategy:
     """The strategy ``hsdp``; one rank alone divides nothing. Collective.
 
     Raises:

@@ -1,21 +1,21 @@
-"""The options of ``fsdp``, all of which ``hsdp`` has, too."""
+"""The strategies that divide parameters between ranks and gather a block while it computes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from lockstep.errors import SettingError
+from lockstep.strategy_kinds.kind import EVERYTHING, StrategyKind
 
-#: The type in which blocks are gathered and computed, by the word for it.
-MIXED: Final = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: In what blocks are gathered and computed: as they are stored, or in a lower precision.
+MIXED: Final = ("none", "bf16", "fp16")
 _RESHARD: Final = ("true", "false", "step")
+_KEEPS_BITS: Final = ("wrap", "reshard", "prefetch", "offload")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class FsdpOptions:
     """The options of ``fsdp``."""
 
     #: Which modules are gathered as one: ``auto`` (members of lists of modules), ``whole`` (the model), a least number
@@ -53,3 +53,41 @@ class Options:
             raise SettingError(f"prefetch={self.prefetch}: give the number of blocks to gather ahead, 0 or more")
         if self.tensor < 1:
             raise SettingError(f"tensor={self.tensor}: give the ranks that compute a layer together, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class HsdpOptions(FsdpOptions):
+    """The options of ``hsdp``."""
+
+    #: Ranks that hold one copy of the model, or of a tensor group's part of it; 0: those of a node.
+    shard: int = 0
+
+
+KINDS: Final = (
+    StrategyKind(
+        "fsdp",
+        "lockstep.strategies.sharded.fully_sharded",
+        "parameters, gradients and optimizer state divided between all ranks",
+        FsdpOptions,
+        same_bits=True,
+        keeps_bits=frozenset(_KEEPS_BITS),
+        elsewhere=dict.fromkeys(("zero3", "zero-3", "deepspeed-stage-3", "full-shard", "fully-shard", "fsdp2"), ""),
+        divides=EVERYTHING,
+        cost="lockstep.scale.simulator:fsdp",
+        not_predicted=frozenset(("tensor",)),
+    ),
+    StrategyKind(
+        "hsdp",
+        "lockstep.strategies.sharded.hybrid_sharded",
+        "as fsdp among the ranks of a node, with a copy on each node",
+        HsdpOptions,
+        same_bits=True,
+        keeps_bits=frozenset((*_KEEPS_BITS, "shard")),
+        elsewhere=dict.fromkeys(("hybrid-shard", "hybrid-sharded"), ""),
+        divides=EVERYTHING,
+        divided_by="shard",
+        within_node=True,
+        cost="lockstep.scale.simulator:hsdp",
+        not_predicted=frozenset(("tensor",)),
+    ),
+)
