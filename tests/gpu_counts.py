@@ -19,8 +19,8 @@ from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.collectives.all_reduce import _fold, _NoAllReduce
 from lockstep.collectives.reduction_plan import ReductionPlans
-from lockstep.run.nonfinite import NonFiniteChecks
-from lockstep.run.pinned_copy import PinnedCopy
+from lockstep.run.batches.pinned_copy import PinnedCopy
+from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
 from lockstep.strategies.state_layout import ReplicatedLayout

@@ -61,7 +61,7 @@ from lockstep.records import object_from, read_bytes
 from lockstep.report import RanksFile, RankStatus, Status, StatusFile
 from lockstep.report.metrics_file import MetricsFile
 from lockstep.report.top import table
-from lockstep.run.measures_journal import journal_in
+from lockstep.run.recovery.measures_journal import journal_in
 from lockstep.saved_run.listed import check, rows
 from lockstep.scale import LinkProfile, StepProfile, Timing, open_catalogue, predict_table, rows_table, shipped_loss
 from lockstep.scale.profile_file import read_profile, write_profile

@@ -16,7 +16,7 @@ from lockstep.collectives.all_reduce import NcclAllReduce
 from lockstep.data import MicroBatch
 from lockstep.launch_contract import MEASURE
 from lockstep.run import Run
-from lockstep.run.to_device import on_device
+from lockstep.run.batches.to_device import on_device
 from lockstep.step_record import MeasureRequest, RankRecord
 from lockstep.testing import StrategyLaws, run_ranks, state_hash
 from lockstep.world import World

@@ -17,9 +17,9 @@ from lockstep import Run
 from lockstep.batch import BatchPlan, StepCheck
 from lockstep.data.sampling import AuditedSteps, CheckedSteps, audited_alone, epoch_positions
 from lockstep.errors import SettingError
-from lockstep.run.audit import judged
-from lockstep.run.replay import Digest
-from lockstep.run.replay_series import MOST
+from lockstep.run.proofs.audit import judged
+from lockstep.run.proofs.replay import Digest
+from lockstep.run.proofs.replay_series import MOST
 from lockstep.testing import state_hash
 from worlds import error_of, on_world
 

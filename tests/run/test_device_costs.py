@@ -20,10 +20,10 @@ from lockstep.collectives.all_reduce import _fold, open_all_reduce
 from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.errors import NonFiniteError
 from lockstep.run import Run
-from lockstep.run.nonfinite import NonFiniteChecks
-from lockstep.run.precision import Precision
-from lockstep.run.step_losses import StepLosses
-from lockstep.run.to_device import to_device
+from lockstep.run.batches.to_device import to_device
+from lockstep.run.checks.nonfinite import NonFiniteChecks
+from lockstep.run.loop.step_losses import StepLosses
+from lockstep.run.setup.precision import Precision
 from lockstep.strategies.buffers import Buffers
 from lockstep.strategies.ddp_buckets import align_gradients
 from lockstep.strategies.gradient_accumulation import ParameterSet

@@ -17,7 +17,7 @@ from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
 from lockstep.collectives import TensorShard
 from lockstep.errors import MismatchError
 from lockstep.run import Run, divergence
-from lockstep.run.divergence import checksum, tensors_in, weighed
+from lockstep.run.checks.divergence import checksum, tensors_in, weighed
 from waiting import wait_until
 from worlds import on_world
 

@@ -22,11 +22,10 @@ from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
 from lockstep.launch.emergency_memory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
-from lockstep.run.emergency import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
-from lockstep.run.emergency_choice import Choice, Left, LeftState, choose
-from lockstep.run.emergency_files import EmergencyFiles
-from lockstep.run.left_behind import LeftBehind
-from lockstep.run.measures_journal import (
+from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
+from lockstep.run.recovery.emergency_files import EmergencyFiles
+from lockstep.run.recovery.left_behind import LeftBehind
+from lockstep.run.recovery.measures_journal import (
     Journal,
     Measured,
     MeasuresJournal,
@@ -36,12 +35,13 @@ from lockstep.run.measures_journal import (
     read_journal,
     total,
 )
-from lockstep.run.metrics import MetricMeans, PassMetrics
-from lockstep.run.point_marks import PointMarks
-from lockstep.run.resume_point import ResumePoint
-from lockstep.run.run_checkpoints import DirectoryCheckpointer
-from lockstep.run.state import State
-from lockstep.run.stop_requests import JobDeadline
+from lockstep.run.recovery.newest_state import Choice, Left, LeftState, choose
+from lockstep.run.recovery.point_marks import PointMarks
+from lockstep.run.recovery.resume_point import ResumePoint
+from lockstep.run.recovery.survivor import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
+from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer
+from lockstep.run.state.registered import State
+from lockstep.run.stopping.stop_requests import JobDeadline
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
@@ -416,7 +416,7 @@ def test_files_of_earlier_generations_are_found_wherever_there_was_room(tmp_path
     earlier, other, now = files("0-a"), files("0-a", "run-2"), files("1-b")
     for one in (earlier, other, now):
         save_whole(one.state(0, 1), FlatTree.of({"w": torch.ones(2)}), 7, about)
-    monkeypatch.setattr("lockstep.run.emergency_files.free_memory", lambda: 0)
+    monkeypatch.setattr("lockstep.run.recovery.emergency_files.free_memory", lambda: 0)
     assert earlier.state(1, 1 << 60) is None, "there is no room at all"
     in_run_dir = earlier.state(1, 1)
     assert in_run_dir.is_relative_to(tmp_path / "emergency"), "there is no room in memory"
@@ -431,7 +431,7 @@ def test_files_of_earlier_generations_are_found_wherever_there_was_room(tmp_path
     now.remove_before()
     assert now.left() == Left()
     assert [len(one.own_states()) for one in (earlier, other, now)] == [0, 1, 1]
-    monkeypatch.setattr("lockstep.run.emergency_files._TURN_S", 0.0)
+    monkeypatch.setattr("lockstep.run.recovery.emergency_files._TURN_S", 0.0)
     with now.turn(), pytest.raises(BlockingIOError), other.turn():
         pass
     with other.turn():
@@ -586,7 +586,7 @@ def test_what_a_killed_launcher_left_in_memory_is_removed_by_the_next_one(tmp_pa
 
 TRAIN = """
     import contextlib, functools, hashlib, json, os, signal, sys
-    import torch, lockstep, lockstep.run.emergency_files as emergency_files
+    import torch, lockstep, lockstep.run.recovery.emergency_files as emergency_files
     import lockstep.checkpoint.commit as commit, lockstep.checkpoint.whole_save as whole_save
     from torch import nn
     from torch.nn import functional as F

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.oom_advice import MemoryPeak, add_memory_advice, advice, staying_bytes, wanted_bytes
+from lockstep.run.checks.oom_advice import MemoryPeak, add_memory_advice, advice, staying_bytes, wanted_bytes
 
 GIB = 1 << 30
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 import lockstep
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.run import Run
-from lockstep.run.identity import arguments_of, changed_code, code_of_user, differences, optimizers_of
+from lockstep.run.setup.identity import arguments_of, changed_code, code_of_user, differences, optimizers_of
 from lockstep.testing import run_ranks
 from worlds import on_world
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.cpu_use import CpuUse
-from lockstep.run.idle_devices import IdleDevices, LocalRanks, advice
+from lockstep.run.benchmark.idle_devices import IdleDevices, LocalRanks, advice
 
 
 def test_one_rank_on_many_cpus():

@@ -9,8 +9,8 @@ import torch
 import lockstep
 from lockstep.errors import MismatchError, UsageError
 from lockstep.launch.workers.fork_server_client import uses_cuda
-from lockstep.run.identity import compare_devices, device_of_bits
-from lockstep.run.kernels import Kernels
+from lockstep.run.setup.identity import compare_devices, device_of_bits
+from lockstep.run.setup.kernels import Kernels
 from worlds import on_world
 
 

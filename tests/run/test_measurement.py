@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.launch_contract import MEASURE
 from lockstep.run import Run
-from lockstep.run.step_recorder import HostClock, Mark, RecordedStep, step_times
+from lockstep.run.benchmark.step_recorder import HostClock, Mark, RecordedStep, step_times
 from lockstep.step_record import MeasureRequest, RankRecord
 from lockstep.testing import state_hash
 from worlds import on_world

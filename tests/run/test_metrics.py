@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
 from lockstep.run import Run
-from lockstep.run.metrics import MetricMeans, measured
+from lockstep.run.metrics.metric_means import MetricMeans, measured
 
 
 def mean(*values, samples=1, counts=None):

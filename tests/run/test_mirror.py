@@ -30,11 +30,11 @@ from lockstep.checkpoint import (
 )
 from lockstep.collectives import NeighbourLink, TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.run.emergency_choice import Left, LeftState, choose
-from lockstep.run.left_behind import _mapped
-from lockstep.run.measures_journal import Sums
-from lockstep.run.mirror import MIRROR_PARTS, Mirror, open_mirror
-from lockstep.run.mirror_plan import MirrorPlan
+from lockstep.run.recovery.left_behind import _mapped
+from lockstep.run.recovery.measures_journal import Sums
+from lockstep.run.recovery.mirror import MIRROR_PARTS, Mirror, open_mirror
+from lockstep.run.recovery.mirror_plan import MirrorPlan
+from lockstep.run.recovery.newest_state import Left, LeftState, choose
 from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
 from lockstep.world import World

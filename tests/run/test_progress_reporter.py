@@ -10,8 +10,8 @@ from lockstep.launch_contract import STATUS
 from lockstep.progress import Progress
 from lockstep.report import StatusFile
 from lockstep.run import Run
-from lockstep.run.progress_reporter import ProgressReporter, RunLength
-from lockstep.run.stop_requests import JobDeadline
+from lockstep.run.metrics.progress_reporter import ProgressReporter, RunLength
+from lockstep.run.stopping.stop_requests import JobDeadline
 from lockstep.world import World
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.run.reachable import changed, look, script_roots
+from lockstep.run.source.reachable import changed, look, script_roots
 
 seen_by_functions = [0]
 

@@ -15,7 +15,7 @@ from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.run.resume_proof import bit_sums
+from lockstep.run.proofs.resume_proof import bit_sums
 from lockstep.testing import state_hash
 from waiting import wait_until
 from worlds import error_of, on_world

@@ -17,8 +17,8 @@ from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError, UsageError
 from lockstep.progress import Progress
 from lockstep.run import Run
-from lockstep.run.save_stop import SaveStopController
-from lockstep.run.stop_requests import JobDeadline
+from lockstep.run.stopping.save_stop import SaveStopController
+from lockstep.run.stopping.stop_requests import JobDeadline
 from lockstep.settings import Interval
 from lockstep.testing import state_hash
 from worlds import on_world

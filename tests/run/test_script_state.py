@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from lockstep.run.kept import as_stateful
-from lockstep.run.line_calls import LineCalls
-from lockstep.run.script_state import lost, script_state
+from lockstep.run.proofs.script_state import lost, script_state
+from lockstep.run.source.line_calls import LineCalls
+from lockstep.run.state.user_values import as_stateful
 
 
 def net():

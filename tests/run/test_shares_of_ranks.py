@@ -11,8 +11,8 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError, UsageError
 from lockstep.run import Run
-from lockstep.run.left_out_samples import LeftOutSamples
-from lockstep.run.rank_operations import in_order
+from lockstep.run.batches.left_out_samples import LeftOutSamples
+from lockstep.run.loop.rank_operations import in_order
 from worlds import error_of, on_world
 
 X = torch.randn(22, 3, generator=torch.Generator().manual_seed(5))

@@ -15,8 +15,8 @@ from torch.nn.utils import prune
 
 from lockstep.errors import UsageError
 from lockstep.run import Run
-from lockstep.run.attributes import Attributes, RunAttributes
-from lockstep.run.training_modes import TrainingModes, modes_of, restore
+from lockstep.run.state.attributes import Attributes, RunAttributes
+from lockstep.run.state.training_modes import TrainingModes, modes_of, restore
 from lockstep.testing import state_hash
 from worlds import on_world
 

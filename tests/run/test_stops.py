@@ -20,9 +20,9 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from lockstep.checkpoint import list_checkpoints
 from lockstep.collectives import KeyValueStore
-from lockstep.run.error_file import write_torchelastic_error
-from lockstep.run.step_agreement import StoreAgreement
-from lockstep.run.stop_requests import JobDeadline, StopRequests
+from lockstep.run.setup.error_file import write_torchelastic_error
+from lockstep.run.stopping.step_agreement import StoreAgreement
+from lockstep.run.stopping.stop_requests import JobDeadline, StopRequests
 from lockstep.testing import run_each, run_ranks, state_hash
 from waiting import wait_until
 

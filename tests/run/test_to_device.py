@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.to_device import one_ahead, pinned
+from lockstep.run.batches.to_device import one_ahead, pinned
 
 
 @given(st.integers(0, 6))

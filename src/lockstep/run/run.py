@@ -30,35 +30,35 @@ from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDatas
 from lockstep.errors import SettingError, UsageError
 from lockstep.progress import Progress
 from lockstep.report import LogsValues
-from lockstep.run.carried_state import CarriedState
-from lockstep.run.early_stopping import EarlyStopping
-from lockstep.run.end_of_step import EndOfStep
-from lockstep.run.evaluation_loop import EvaluationLoop
-from lockstep.run.identity import compare_draws
-from lockstep.run.kept import Kept
-from lockstep.run.loader_arguments import LoaderArguments
-from lockstep.run.loaders import Loaders
-from lockstep.run.measurement import Measurement
-from lockstep.run.micro_batches import MicroBatches
-from lockstep.run.missing_names import no_attribute, refusing_unknown_arguments
-from lockstep.run.nonfinite import NonFiniteChecks
-from lockstep.run.parameter_sets import Optimizers
-from lockstep.run.passes import call_site
-from lockstep.run.point_marks import PointMarks
-from lockstep.run.rank_operations import RankOperations
-from lockstep.run.registration import GivenModel, Registration
-from lockstep.run.resume_point import ResumePoint
-from lockstep.run.resume_proof import ResumeProof
-from lockstep.run.run_log import RunLog, common_numbers
-from lockstep.run.setup import set_up
-from lockstep.run.shutdown import Shutdown
-from lockstep.run.snapshot import RunSnapshot
-from lockstep.run.start import TrainingStart
-from lockstep.run.train_step import Count, Loss, LossKind, TrainStep
-from lockstep.run.training_loop import TrainingLoop
-from lockstep.run.transcript_writer import TranscriptWriter
-from lockstep.run.trial_reports import TrialReports
-from lockstep.run.whole_models import WholeModels
+from lockstep.run.batches.loader_arguments import LoaderArguments
+from lockstep.run.batches.loaders import Loaders
+from lockstep.run.batches.micro_batches import MicroBatches
+from lockstep.run.benchmark.measurement import Measurement
+from lockstep.run.checks.nonfinite import NonFiniteChecks
+from lockstep.run.loop.end_of_step import EndOfStep
+from lockstep.run.loop.epochs import call_site
+from lockstep.run.loop.evaluation_loop import EvaluationLoop
+from lockstep.run.loop.parameter_sets import Optimizers
+from lockstep.run.loop.rank_operations import RankOperations
+from lockstep.run.loop.train_step import Count, Loss, LossKind, TrainStep
+from lockstep.run.loop.training_loop import TrainingLoop
+from lockstep.run.metrics.early_stopping import EarlyStopping
+from lockstep.run.metrics.run_log import RunLog, common_numbers
+from lockstep.run.metrics.trial_reports import TrialReports
+from lockstep.run.proofs.resume_proof import ResumeProof
+from lockstep.run.proofs.transcript_writer import TranscriptWriter
+from lockstep.run.recovery.point_marks import PointMarks
+from lockstep.run.recovery.resume_point import ResumePoint
+from lockstep.run.setup.assembly import set_up
+from lockstep.run.setup.identity import compare_draws
+from lockstep.run.setup.missing_names import no_attribute, refusing_unknown_arguments
+from lockstep.run.setup.registration import GivenModel, Registration
+from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.shutdown import Shutdown
+from lockstep.run.state.carried_state import CarriedState
+from lockstep.run.state.snapshot import RunSnapshot
+from lockstep.run.state.user_values import Kept
+from lockstep.run.state.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import ResolvedSettings, Settings, changed

@@ -1,0 +1,7 @@
+"""The data sets of a run, and each micro-batch on its way to the device.
+
+    run.loader(...) ──► loader_arguments ──► loaders ──► to_device ──► micro_batches ──► the body of the loop
+
+`left_out_samples` notices a micro-batch with fewer rows than samples. `pinned_copy` brings single values of a GPU back
+to the host without a wait.
+"""

@@ -1,0 +1,276 @@
+"""A benchmark's run: some steps of the user's own script are measured on each rank, and then it ends.
+
+    LOCKSTEP_MEASURE     steps 0 .. n-1          [steps n ..]          sums of ten sizes     exit code 0
+                         taken apart             operations, waits     over all ranks        one record per rank
+                                                 counted
+
+What is computed in the steps that are measured is what is computed without it, bit for bit.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.collectives import local_part, time_sums
+from lockstep.heartbeat import ProgressMarker
+from lockstep.launch_contract import EXIT_OK
+from lockstep.progress import Progress
+from lockstep.run.benchmark.host_waits import HostWaits
+from lockstep.run.benchmark.step_recorder import OUTSIDE, StepRecorder
+from lockstep.run.checks.oom_advice import free_bytes
+from lockstep.run.setup.assembly import RunContext
+from lockstep.step_record import MeasureRequest, RankRecord
+
+_WAIT_STEPS: Final = 10  # a script that prints every ten steps prints in one of them
+_PACE_STEPS: Final = 3  # by which it is known how many fit into a budget
+
+
+class Measurement:
+    """What this rank measures, and its record."""
+
+    def __init__(self, context: RunContext, request: MeasureRequest) -> None:
+        self._context: Final = context
+        self._request: Final = request
+        self._recorder: Final = StepRecorder(context.marker, context.device, gradients=request.gradients)
+        self._kept: Final = KeptForBackward(context.marker)
+        self._flops: Any = FlopCounterMode(display=False) if request.flops else None
+        self._waits: Final = (
+            HostWaits(
+                on_gpu=context.device.type == "cuda", trains=lambda: context.marker.phase not in ("data", *OUTSIDE)
+            )
+            if request.waits
+            else None
+        )
+        self._counting: ExitStack | None = None  # the steps after the others, in which these count
+        self._counted_samples = 0
+        self._counted = _WAIT_STEPS if request.waits else 1 if request.flops else 0  # so many
+        self._flops_per_sample: float | None = None
+        self._begun = self._over = False
+        self._steps = request.steps  # that are measured
+        self._began_s = 0.0
+        self._progress = Progress()
+
+    def at(self, progress: Progress, *, begins_pass: bool) -> None:
+        """The run is at ``progress``, and the next step begins. Collective after the last one.
+
+        Raises:
+            SystemExit: with code 0, after the last step.
+        """
+        if self._over:
+            return
+        if not self._begun:
+            self._begin()
+        done = progress.step
+        samples, self._progress = progress.samples - self._progress.samples, progress
+        if samples:
+            self._recorder.note_samples(samples)
+            self._counted_samples += samples if self._counting is not None else 0
+        if done == _PACE_STEPS < self._steps and self._request.budget_s and samples:
+            self._fit(done)
+        if done < self._steps:
+            self._recorder.begin_step(done, begins_pass=begins_pass)
+        elif self._counting is None and self._counted:
+            self._recorder.begin_step(done, begins_pass=begins_pass)  # which ends the one before
+            self._recorder.end()
+            self._counting = ExitStack()
+            for mode in filter(None, (self._flops, self._waits)):
+                self._counting.enter_context(mode)
+        elif done >= self._steps + self._counted:
+            self._end_counting()
+            if self._flops is not None:
+                ranks = self._context.group.size
+                self._flops_per_sample = self._flops.get_total_flops() * ranks / self._counted_samples
+            self._finish()
+
+    def close(self) -> None:
+        """The run ends: what there is, is written."""
+        if self._begun and not self._over:
+            self._write(())
+
+    def _begin(self) -> None:
+        self._begun = True
+        length = self._context.position.length
+        whole = length.steps or (length.epochs or 0) * (length.steps_per_epoch or 0)
+        if whole and self._counted:
+            # A short training leaves one step for what is counted, and of more a half.
+            self._counted = max(1, min(self._counted, whole // 2))
+            self._steps = max(1, min(self._steps, whole - self._counted))
+        self._began_s = time.monotonic()
+        Path(self._request.directory).mkdir(parents=True, exist_ok=True)
+        self._recorder.begin([p for _, p in self._learning()])
+        if self._request.memory:
+            self._kept.open(self._context.state.models)
+
+    def _fit(self, done: int) -> None:
+        """``done`` steps are over: as many more are measured as the budget has time for. Collective."""
+        step_s = (time.monotonic() - self._began_s) / done
+        left = int(self._request.budget_s / step_s) - done
+        steps = max(done, min(self._steps, done + left - self._counted))
+        self._steps, self._counted = self._context.group.broadcast_object(
+            (steps, max(1, min(self._counted, left))), "number of steps to measure"
+        )
+
+    def _finish(self) -> None:
+        request, context = self._request, self._context
+        self._recorder.begin_step(self._steps, begins_pass=False)  # which ends the one before
+        sums = time_sums(
+            context.group,
+            request.sum_bytes,
+            exact=context.settings.reduction == "exact",
+            budget_s=request.sum_budget_s,
+        )
+        self._write(tuple(sums))
+        raise SystemExit(EXIT_OK)
+
+    def _end_counting(self) -> None:
+        if self._counting is not None:
+            self._counting.close()
+
+    def _write(self, sums: tuple[tuple[int, float], ...]) -> None:
+        self._over = True
+        self._end_counting()
+        self._kept.close()
+        self._recorder.end()
+        context, plan = self._context, self._context.plan.plan
+        if plan is None:
+            return
+        models, device, length = context.state.models, context.device, context.position.length
+        parameters = [p for model in models for p in model.parameters()]
+        learning, gradients = self._learning(), self._recorder.gradients(self._learning())
+        asked, has_gradient = self._request.gradients, {gradient.name for gradient in gradients}
+        states = [v for o in context.state.optimizers for s in o.state.values() for v in s.values()]
+        RankRecord(
+            rank=context.group.rank,
+            ranks=context.group.size,
+            host=socket.gethostname(),
+            device=_device_name(device),
+            on_gpu=device.type == "cuda",
+            threads=context.threads,
+            backend=_backend(context),
+            strategy=context.settings.strategy,
+            precision=context.settings.precision,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            steps_per_epoch=length.steps_per_epoch,
+            epochs=length.epochs,
+            began_at=self._recorder.began_at,
+            steps=self._recorder.steps(),
+            parameter_bytes=_bytes(parameters),
+            gradient_bytes=_bytes([p for p in parameters if p.requires_grad]),
+            buffer_bytes=_bytes([b for model in models for b in model.buffers()]),
+            optimizer_bytes=_bytes([local_part(v) for v in states if isinstance(v, torch.Tensor)]),
+            peak_bytes=_peak_bytes(device),
+            activation_bytes=self._kept.total_bytes if self._request.memory else None,
+            largest_layer_bytes=max(
+                (_bytes(list(layer.parameters())) for m in models for layer in _layers(m)), default=0
+            ),
+            flops_per_sample=self._flops_per_sample,
+            gradients=gradients,
+            sums=sums,
+            training_steps=length.steps,
+            samples_per_epoch=length.samples_per_epoch,
+            workers=len(multiprocessing.active_children()),
+            free_bytes=free_bytes(device, context.world.local_size),
+            unused=tuple(name for name, _ in learning if asked and name not in has_gradient),
+            waits=() if self._waits is None else self._waits.found(self._counted),
+        ).write(self._request.record(context.group.rank))
+
+    def _learning(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that learn, with their names; of several models with the model's number before."""
+        models = self._context.state.models
+        return [
+            (f"{number}.{name}" if len(models) > 1 else name, parameter)
+            for number, model in enumerate(models)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+
+class KeptForBackward:
+    """The memory that the first forward pass keeps for its backward pass: activations, without parameters."""
+
+    def __init__(self, marker: ProgressMarker) -> None:
+        self._marker: Final = marker
+        self._seen: dict[int, int] = {}  # bytes by address of the storage
+        self._hooks: Any = None
+        self._own: set[int] = set()
+
+    @property
+    def total_bytes(self) -> int:
+        """What was kept at once."""
+        return sum(self._seen.values())
+
+    def open(self, models: list[nn.Module]) -> None:
+        """Count what is kept until a backward pass begins, but for what ``models`` hold."""
+        self._own = {_address(t) for model in models for t in (*model.parameters(), *model.buffers())}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._hooks.__enter__()
+        self._marker.listeners = (*self._marker.listeners, self._listen)
+
+    def close(self) -> None:
+        """Count no more; may be called twice."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+            self._marker.listeners = tuple(each for each in self._marker.listeners if each != self._listen)
+
+    def _listen(self, marker: ProgressMarker) -> None:
+        if marker.phase in ("backward", "reduction"):
+            self.close()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (address := _address(tensor)) not in self._own:
+            self._seen[address] = tensor.untyped_storage().nbytes()
+        return tensor
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local_part(tensor).untyped_storage().data_ptr()
+
+
+def _bytes(tensors: list[Any]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The parts of a model that are gathered one at a time where it is divided: its children, and those of lists."""
+    children = list(model.children())
+    for child in children:
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from _layers(child)
+        else:
+            yield child
+    if not children:
+        yield model
+
+
+def _backend(context: RunContext) -> str:
+    if context.group.size == 1:
+        return "none"
+    return context.group.backend
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "CPU"
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,171 @@
+"""Losses and gradients that are not finite: reported at once, and by default the end of the run.
+
+On a CPU a loss is checked before its backward pass, and a step's gradient before the update, so the parameters are
+still good. The CPU does not wait for a GPU: it asks for values, which are read one step later, or before a save.
+"""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import torch
+from torch import nn
+
+from lockstep.errors import NonFiniteError
+from lockstep.run.batches.pinned_copy import PinnedCopy
+from lockstep.strategies import as_real, has_gradient
+
+OnNan = Literal["stop", "warn", "ignore"]
+_Asked = tuple[PinnedCopy, list[tuple[int, str, str]]]  # values on their way, how many each text is of
+_LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
+
+_OF_NOTHING: Final = "give the sum, for a mean over nothing is none: run.step(loss_sum, count=n, loss_is='sum')"
+
+
+class NonFiniteChecks:
+    """Of one rank.
+
+    Args:
+        on_nan: stop: raise; warn: report it, once for each kind; ignore: check nothing.
+        rank: this one.
+        warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
+        last_good: gives the step of the checkpoint that was committed last.
+        read_later: gives what reads the values of a GPU later.
+    """
+
+    def __init__(
+        self,
+        on_nan: OnNan,
+        rank: int,
+        warn: Callable[[str], None],
+        last_good: Callable[[], int | None],
+        read_later: Callable[[torch.Tensor], PinnedCopy] = PinnedCopy,
+    ) -> None:
+        self._on_nan: Final = on_nan
+        self._rank: Final = rank
+        self._warn: Final = warn
+        self._last_good: Final = last_good
+        self._read_later: Final = read_later
+        self._said: set[str] = set()
+        self._values: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is to be finite
+        self._asked: _Asked | None = None  # of the step before
+
+    def loss(self, loss: torch.Tensor, step: int, index: int, of: int, items: int | torch.Tensor) -> None:
+        """The loss of micro-batch ``index``, of ``of``, over ``items``, is known, in the step after ``step`` steps.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore":
+            return
+        value = loss.item() if loss.is_cpu else math.nan
+        if math.isfinite(value):
+            return
+        where = f"at step {step + 1} on rank {self._rank}, micro-batch {index} of {of}"
+        if isinstance(items, torch.Tensor) and not items.is_cpu:
+            where += f". If its count is 0: {_OF_NOTHING}"
+        elif not items:
+            where += f", whose count is 0: {_OF_NOTHING}"
+        if loss.is_cpu:
+            self._found("loss", f"the loss is {value:g} {where}")
+        else:
+            value_then = as_real(loss.detach()).reshape(-1).clone()
+            self._values.append((value_then, "loss", f"the loss is not finite {where}"))
+
+    def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
+        """The gradient of the step after ``step`` steps is summed; this rank's part of it.
+
+        Raises:
+            NonFiniteError: if it is not finite and the run is to stop.
+        """
+        if self._on_nan == "ignore":
+            return
+        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
+        # too large for its type, the numbers themselves are asked.
+        held = [values for p in parameters if (values := has_gradient(p)) is not None]
+        # This rank holds this part of the sum and is not named: any rank's micro-batch may have brought what is odd.
+        where = f"at step {step + 1}, in the sum over the micro-batches of all ranks, any of which may have brought it"
+        if held and not held[0].is_cpu:
+            for largest in _largest(held):
+                self._values.append((largest, "gradient", f"the gradient is not finite {where}"))
+            return
+        sums = [v.sum(dtype=torch.float32) if v.dtype is torch.float16 else v.sum() for v in held]
+        if cmath.isfinite(sum([each.item() for each in sums])):
+            return
+        odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
+        if odd:
+            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+            self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
+
+    def loss_scale(self, scale: float, step: int) -> None:
+        """In fp16, after a step that was skipped: what is left of the loss scale.
+
+        Raises:
+            NonFiniteError: if it is so small that fp16 cannot be the reason, and the run is to stop.
+        """
+        if self._on_nan != "ignore" and scale < _LEAST_SCALE:
+            self._found(
+                "scale",
+                f"the loss scale fell to {scale:g} at step {step + 1}, for so many steps had gradients that are not "
+                "finite and were skipped",
+            )
+
+    def step_ended(self) -> None:
+        """Read the values of the step before, and ask the GPU for those of this one.
+
+        Raises:
+            NonFiniteError: if something was not finite and the run is to stop.
+        """
+        asked, self._asked = self._asked, None
+        if self._values:
+            self._ask()
+        if asked is not None:
+            self._read(asked)
+
+    def settle(self) -> None:
+        """Read all values of the steps so far; waits for the GPU. Before they are saved.
+
+        Raises:
+            NonFiniteError: if something was not finite and the run is to stop.
+        """
+        self.step_ended()
+        self.step_ended()
+
+    def _ask(self) -> None:
+        device = self._values[0][0].device  # a model may lie on several
+        values = torch.cat([each.to(device) for each, _, _ in self._values])
+        self._asked = self._read_later(values), [(len(each), kind, text) for each, kind, text in self._values]
+        self._values = []
+
+    def _read(self, asked: _Asked) -> None:
+        copy, meanings = asked
+        values, first = copy.read(), 0
+        for number, kind, text in meanings:
+            own, first = values[first : first + number], first + number
+            if not all(map(math.isfinite, own)):
+                self._found(kind, text)
+
+    def _found(self, kind: str, text: str) -> None:
+        if self._on_nan == "warn":
+            if kind not in self._said:
+                self._said.add(kind)
+                self._warn(f"{text}; training goes on, as on_nan='warn' says")
+            return
+        good = self._last_good()
+        saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
+        raise NonFiniteError(
+            f"{text}; {saved}. Look at the data and the learning rate, or continue anyway with "
+            "Run(on_nan='warn') or 'ignore'"
+        )
+
+
+def _largest(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The greatest absolute value of each, which is not finite where one of its elements is not; in few launches."""
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in gradients:
+        if each.numel():
+            alike.setdefault((each.device, each.dtype), []).append(as_real(each))
+    return [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike.values()]

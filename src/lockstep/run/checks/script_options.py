@@ -1,0 +1,110 @@
+"""Options of optimizers, such as learning rates, where a resumed script gives others than the run began with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+
+from lockstep.run.setup.identity import optimizers_of
+from lockstep.run.state.registered import State
+
+_BASE: Final = "initial_lr"  # what torch's schedulers multiply; they set it when they are made
+
+
+class ScriptOptions:
+    """The options of each parameter group as the script gave them, noted before a checkpoint is loaded."""
+
+    def __init__(self, state: State) -> None:
+        self._state: Final = state
+        self._given: Final = [[_copied(group) for group in one.param_groups] for one in state.optimizers]
+        self._texts: Final = optimizers_of(state.optimizers)
+
+    def settle(self, began: Sequence[Any], *, script_holds: bool) -> tuple[list[list[Any]], list[str]]:
+        """After a checkpoint was loaded: give optimizers and schedulers the script's options, if these are to hold.
+
+        Only what the script gives otherwise than before is set: the rest may have changed since by a schedule. Where a
+        scheduler of torch sets the learning rate, its base is changed, and the rate itself in proportion.
+
+        Args:
+            began: what `optimizers_of` gave when the run began, or when the script's options were taken last.
+            script_holds: whether the script's hold, and not the checkpoint's.
+
+        Returns:
+            What `began` is for the next checkpoint, and a text about each option that differs.
+        """
+        holds, said = [], []
+        for place, (optimizer, (_, were), (kind, texts)) in enumerate(
+            zip(self._state.optimizers, began, self._texts, strict=False)
+        ):
+            for group, given, old, new in zip(optimizer.param_groups, self._given[place], were, texts, strict=False):
+                for name in _changed(old, new):
+                    shown = "lr" if name == _BASE else name
+                    if script_holds:
+                        _set(group, name, given[name], old[name])
+                        now = f"; by its schedule it is {_shown(group['lr'])} now" if name == _BASE else ""
+                        said.append(f"{kind}: {shown}={new[name]} of this script holds now, not {old[name]}{now}")
+                    else:
+                        said.append(
+                            f"{kind}: {shown}={_shown(group[shown])} of the checkpoint holds, not the {new[name]} of "
+                            f"this script (the run began with {old[name]}); to take the script's, resume with "
+                            "Run(resume_options='script') or --set resume_options=script"
+                        )
+            groups = [new if script_holds else {**new, **old} for old, new in zip(were, texts, strict=False)]
+            holds.append([kind, groups])
+            if script_holds:
+                _set_bases(self._schedulers(), optimizer)
+        return holds, said
+
+    def _schedulers(self) -> Iterator[Any]:
+        waiting = [*(one.scheduler for one in self._state.schedulers), *self._state.kept.values()]
+        while waiting:
+            one = waiting.pop()
+            yield one
+            waiting += getattr(one, "_schedulers", ())
+
+
+def _copied(group: dict[str, Any]) -> dict[str, Any]:
+    options = {name: value for name, value in group.items() if name != "params"}
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
+
+
+def _changed(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """The options that differ; not the learning rate that a scheduler has set, but its base."""
+    return [
+        name
+        for name in new
+        if old.get(name, new[name]) != new[name] and not (name == "lr" and _BASE in new and _BASE in old)
+    ]
+
+
+def _set(group: dict[str, Any], name: str, value: Any, began: str) -> None:
+    if name == _BASE and "lr" in group:
+        was = float(began)
+        _put(group, "lr", group["lr"] * (float(value) / was) if was and math.isfinite(was) else value)
+    _put(group, name, value)
+
+
+def _put(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(there := group.get(name), torch.Tensor):
+        there.fill_(float(value))  # what is compiled or captured reads this tensor
+    else:
+        group[name] = value
+
+
+def _set_bases(schedulers: Iterable[Any], optimizer: torch.optim.Optimizer) -> None:
+    for one in schedulers:
+        if getattr(one, "optimizer", None) is not optimizer:
+            continue
+        groups = optimizer.param_groups
+        if len(bases := getattr(one, "base_lrs", ())) == len(groups):
+            one.base_lrs = [group.get(_BASE, base) for group, base in zip(groups, bases, strict=True)]
+        if hasattr(one, "_last_lr"):
+            one._last_lr = [group["lr"] for group in groups]
+
+
+def _shown(value: Any) -> str:
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return f"{number:.6g}" if isinstance(number, float) else str(number)

@@ -1,0 +1,263 @@
+"""What the bodies of a loop change of a script's variables and attributes, by what the source says.
+
+    self.h = self.embed(x)                     made anew in each body: tells of the last one only
+    self.mean = self.mean.lerp(length, 0.1)    made from itself: state, of which each rank has another one
+    if self.mask is None: self.mask = ...      made when it is needed first
+    self.rng.uniform()                         a draw, or an item of an iterator: state
+
+What `Run.step` decides, by being asked whether a step is done, is changed once a step, and is none of these.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from types import FunctionType
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep.run.source.decided_tests import is_script
+from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, mark_of
+from lockstep.run.source.script_functions import Context, is_of, is_ours
+from lockstep.run.source.script_places import Place
+from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Path, Read, Text, Use
+
+_STEPS: Final = (("step",), ("update",), ("backward",))
+_OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))
+_CONTAINERS: Final = (list, dict, set, deque, bytearray)
+#: Methods of containers that leave them as they are, or as they would be anyway; others go on from what is there.
+_LOOKS_IN: Final = frozenset(
+    {"copy", "count", "elements", "get", "index", "isdisjoint", "issubset", "issuperset", "items", "keys", "values"}
+    | {"most_common", "total", "union", "intersection", "difference", "symmetric_difference", "clear", "decode"}
+    | {"move_to_end", "popitem"}  # of caches, which forget what is old
+)
+#: What sets all of a tensor anew, or nothing of its values.
+_SETS_ANEW: Final = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "set_"}
+_SETS_NOTHING: Final = {"requires_grad_", "retain_grad_", "share_memory_", "resize_", "detach_"}
+#: Modules, and functions of them, that change the first thing that they are given.
+_CHANGE_FIRST: Final = {"heapq", "heappush", "heappop", "heapreplace", "heappushpop", "bisect", "insort", "setitem"}
+_SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
+_LOOKS: Final = {"get_state", "getstate", "initial_seed"}
+
+
+class _Seen(NamedTuple):
+    """One line by which a body changes a place."""
+
+    line: int
+    from_itself: bool
+    when_needed: bool  #: only while it has no value yet, or another shape
+    anew: bool  #: in each body, or from the micro-batch
+    sometimes: bool
+
+
+class BodyChanges:
+    """Collects them from the functions that a body runs."""
+
+    def __init__(self) -> None:
+        self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
+        self._reads: Final[dict[tuple[int, str], list[tuple[Context, tuple[Read, ...]]]]] = {}
+        self._functions: Final[set[tuple[int, ...]]] = set()
+        # What is changed when a step is done, and perhaps out of bodies.
+        self._elsewhere: Final[set[tuple[int, str]]] = set()
+
+    def enter(self, context: Context) -> None:
+        """Note what a function changes; most of it, if a body runs it."""
+        key = id(context.code), *(id(one.value) for one in context.arguments.values())
+        if key in self._functions:
+            return
+        self._functions.add(key)
+        for change in (*context.reads.changes, *context.reads.items_set):
+            if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
+                reads = (*change.value, *change.conditions)
+                self._reads.setdefault(place.slot, []).append((context, reads))
+        for change in context.reads.changes:
+            if context.is_dead(change.guards):
+                continue
+            place = context.place_of(change.path)
+            if not context.covers(change.line) or asks_step(context, change.conditions):
+                if place is not None and _within_pass(context, change.line):
+                    self._elsewhere.add(place.slot)
+                continue
+            from_itself = _is_made_of(context, change.value, change.path)
+            when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
+            of_batch = any(context.place_of(path) is None for path, is_called in _reached(context, change.value))
+            self._add(
+                context,
+                change.path,
+                change,
+                from_itself=from_itself,
+                when_needed=when_needed,
+                anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
+            )
+        for use in context.reads.uses:
+            if use.read is None or context.is_dead(use.guards):
+                continue
+            is_bodys = context.covers(use.line) and not asks_step(context, use.conditions)
+            for path, from_itself in _drawn(context, use):
+                if is_bodys:
+                    self._add(context, path, use, from_itself=from_itself, anew=not from_itself)
+                elif (place := context.place_of(path)) is not None and _within_pass(context, use.line):
+                    self._elsewhere.add(place.slot)
+
+    def _add(
+        self,
+        context: Context,
+        path: Path,
+        at: Change | Use,
+        *,
+        from_itself: bool,
+        when_needed: bool = False,
+        anew: bool = False,
+    ) -> None:
+        place = context.place_of(path)
+        if place is not None:
+            # Of what cannot be looked at, two bodies show no difference.
+            value = context.value_of(path)
+            is_unseen = is_of(value, set) or (_is_iterator(value) and mark_of(value) is None)
+            seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes or is_unseen)
+            self._seen.setdefault(place.slot, []).append(seen)
+
+    def reads_at(self, place: Place) -> list[tuple[Context, tuple[Read, ...]]]:
+        """What the changes of a place are computed from, whenever they are made; each with the function that has it."""
+        owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
+        return [one for owner in owners for one in self._reads.get(owner.slot, [])]
+
+    def makes_anew(self, place: Place) -> bool:
+        """Whether bodies set a place without regard to what was there, so that it tells of the last one only."""
+        return any(one.anew for one in self._seen.get(place.slot, ()))
+
+    def makes_when_needed(self, place: Place) -> bool:
+        """Whether bodies set a place only where what is there does not do."""
+        seen = self._seen.get(place.slot, ())
+        return bool(seen) and all(one.when_needed for one in seen)
+
+    def is_bodys(self, place: Place) -> bool:
+        """Whether bodies change a place from what it was, and nothing else does as far as is known."""
+        seen = self._seen.get(place.slot, ())
+        return bool(seen) and place.slot not in self._elsewhere and all(one.from_itself for one in seen)
+
+    def line_of(self, place: Place, *, always: bool) -> int:
+        """The line by which bodies change a place from what it was; 0 for none.
+
+        Args:
+            place: of the script.
+            always: whether also a line counts that all bodies run, which shows when two are compared.
+        """
+        seen = self._seen.get(place.slot, ())
+        if any(not (one.from_itself or one.when_needed) for one in seen):
+            return 0
+        return next((one.line for one in seen if one.from_itself and (always or one.sometimes)), 0)
+
+
+def _within_pass(context: Context, line: int) -> bool:
+    """Whether a line may run within a pass; of a function that a loop does not run, that is not known."""
+    return context.frame is None or context.covers(line)
+
+
+def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:
+    """The objects that these are computed from, as far as they are known; not those of which only the type matters."""
+    for path, is_called in _reached(context, reads):
+        if path.attributes[-1:] not in _OF_TYPES:
+            yield context.value_of(path.owner if is_called and path.attributes else path)
+
+
+def asks_step(context: Context, reads: Iterable[Read]) -> bool:
+    """Whether the value of `Run.step` is among what these are computed from."""
+    return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
+
+
+def is_of_items(context: Context, reads: Iterable[Read]) -> bool:
+    """Whether these are computed from the items of this turn of a loop only, by variables that are set anew in each."""
+    changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
+    reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh)}
+    return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
+
+
+def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
+    """Whether these are computed from what is at ``path``, or from a part of that."""
+    length = len(path.attributes)
+    return any(
+        each.root == path.root and each.attributes[:length] == path.attributes for each, _ in _reached(context, reads)
+    )
+
+
+def _is_made_of(context: Context, reads: Iterable[Read], path: Path) -> bool:
+    """Whether these are computed from the value at ``path`` itself, or by a method of it."""
+    return any(each == path for each, is_called in _reached(context, reads) if not is_called)
+
+
+def _reached(
+    context: Context, reads: Iterable[Read], through: Collection[str] | None = None
+) -> Iterator[tuple[Path, bool]]:
+    """The paths that these are computed from within the function, each with whether that is a function's.
+
+    Variables are followed to what they are set from: those of ``through``, or all of them.
+    """
+    seen: set[Read] = set()
+    waiting = list(reads)
+    while waiting:
+        read = waiting.pop()
+        if read in seen:
+            continue
+        seen.add(read)
+        if isinstance(read, Path):
+            yield read, False
+            if through is None or read.root in through:
+                waiting += context.reads.set_from.get(read.root, ())
+        elif isinstance(read, Choice):
+            waiting += () if context.is_dead(read.guards) else read.reads
+        elif isinstance(read, Counted):
+            waiting += read.items
+        elif isinstance(read, Text):
+            waiting += read.reads
+        elif isinstance(read, Call):
+            waiting += read.every
+            for part in read.function:
+                if isinstance(part, Path):
+                    yield part, True
+                waiting.append(part.owner if isinstance(part, Path) else part)
+
+
+def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
+    """The generators and iterators that a call draws from, each with whether that goes on from where they were."""
+    assert use.read is not None
+    path = use.read.function[0] if len(use.read.function) == 1 else None
+    if not isinstance(path, Path):
+        return
+    method = path.attributes[-1] if path.attributes else ""
+    owner = context.value_of(path.owner) if method else None
+    if is_of(owner, *_CONTAINERS) and method not in _LOOKS_IN:
+        yield path.owner, True
+    if is_of(owner, torch.Tensor) and in_place(method):
+        yield path.owner, method not in _SETS_ANEW
+    for given in (reads for name, reads in use.read.keywords if name == "out"):
+        yield from ((read, read in use.read.without({"out"})) for read in given if isinstance(read, Path))
+    for read in use.read.arguments[0] if path.root in _CHANGE_FIRST and use.read.arguments else ():
+        if isinstance(read, Path) and is_of(context.value_of(read), *_CONTAINERS, np.ndarray):
+            yield read, True
+    if is_of(owner, *GENERATORS) and method not in _LOOKS:
+        yield path.owner, method not in _SEEDS
+    value = context.value_of(path)
+    if is_of(value, *BUILTIN_METHODS) and _is_iterator(getattr(value, "__self__", None)):
+        yield path, True
+    for name, reads in use.read.keywords:
+        if name == "generator" and len(reads) == 1 and isinstance(reads[0], Path):
+            yield reads[0], True
+    if path == Path("next"):
+        for read in use.read.every:
+            if isinstance(read, Path) and _is_iterator(context.value_of(read)):
+                yield read, True
+
+
+def in_place(method: str) -> bool:
+    """Whether a tensor's method of this name changes its values."""
+    return method.endswith("_") and not method.startswith("_") and method not in _SETS_NOTHING
+
+
+def _is_iterator(value: object) -> bool:
+    """Whether this is an iterator, but for those of the script's own classes, which are read."""
+    following = getattr(type(value), "__next__", None)
+    is_read = isinstance(following, FunctionType) and is_script(following.__code__.co_filename)
+    return following is not None and not (is_read or is_ours(value))

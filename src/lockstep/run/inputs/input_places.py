@@ -1,0 +1,95 @@
+"""What was found of the places that a training is computed from; see `training_inputs`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import FunctionType, MethodType, ModuleType
+from typing import Final, Literal, NamedTuple
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.run.source.script_places import Held, Place, held
+from lockstep.run.source.source_reads import Read
+
+LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
+#: Kinds of objects that are no state by themselves, or that the run has.
+STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
+
+
+class Given(NamedTuple):
+    """Something that the script gives to the run."""
+
+    kind: Literal["step", "write", "exit", "registered", "loader", "seed"]  #: how: see `_Follower.given`
+    what: str  #: in the script's words
+    where: str  #: a line of it
+    reads: tuple[Read, ...] = ()  #: what it is computed from
+
+
+class RankUse(NamedTuple):
+    """Something that depends on the rank, or on the number of ranks."""
+
+    given: Given
+    on: str
+
+
+@dataclass
+class TrainingInputs:
+    """The places that a training is computed from."""
+
+    places: dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]] = field(default_factory=dict)
+    #: Of each, what is computed from it.
+    ranks: list[RankUse] = field(default_factory=list)
+    skip: set[int] = field(default_factory=set)  #: the `id` of what the run has
+    anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
+    when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
+    of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
+    carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
+    failed: str = ""  #: why the script could not be read
+    _texts: Counter[str] = field(default_factory=Counter)
+    _slots: set[tuple[int, str]] = field(default_factory=set)  # see `Place.slot`
+
+    def note(self, place: Place, what: str) -> None:
+        """``what`` is computed from what is at ``place``; of two with one text, such as `self.n`, one gets a number."""
+        if place.key not in self.places and place.slot not in self._slots:
+            self._slots.add(place.slot)
+            self._texts[place.text] += 1
+            same = self._texts[place.text]
+            text = f"{place.text} ({same})" if same > 1 else place.text
+            self.places[place.key] = place._replace(text=text), what
+
+    def held(self) -> Held:
+        """What is at these places now."""
+        return held(self.places.values(), self.skip, STATELESS)
+
+    def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
+        """The same places with other owners of variables, such as the functions of a later loop."""
+        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set())
+        for key, (place, what) in self.places.items():
+            there = place._replace(owner=owner_of(place.owner))
+            found.places[there.key] = there, what
+            found.anew |= {there.key} if key in self.anew else set()
+            found.when_needed |= {there.key} if key in self.when_needed else set()
+            found.of_bodies |= {there.key} if key in self.of_bodies else set()
+        return found
+
+    def held_between(self) -> Held:
+        """The same, without what tells of the last body only, and what is made when it is needed."""
+        others = self.anew | self.when_needed
+        between = (place for key, place in self.places.items() if key not in others)
+        return held(between, self.skip, STATELESS)
+
+    def held_of_bodies(self) -> Held:
+        """Only what nothing but a body changes, and items of it; not parts of objects, of which less is known."""
+        places = [(place, what) for key, (place, what) in self.places.items() if key in self.of_bodies]
+        found = held(places, self.skip, STATELESS)
+        starts = tuple(f"{place.text}[" for place, _ in places)
+        themselves = {place.text for place, _ in places}
+        return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
+
+    def held_when_needed(self) -> Held:
+        """Only what bodies make when it is needed."""
+        needed = (place for key, place in self.places.items() if key in self.when_needed)
+        return held(needed, self.skip, STATELESS)

@@ -1,0 +1,136 @@
+"""What a script computes its training from beside the micro-batch, which must be the same on all ranks.
+
+    threshold = float(np.median(confidence))      of this rank's part of an evaluation: other ranks have another one
+    if run.leads: smooth = 0.0                    on one rank only
+
+The script is read once for each loop (`training_inputs`). Ranks compare, with what a checkpoint would
+hold, what was the same on all of them when it was seen first, and what no body sets by itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+from typing import Final, NamedTuple
+
+from lockstep.run.inputs.input_places import TrainingInputs
+from lockstep.run.inputs.training_inputs import training_inputs
+from lockstep.run.source.line_calls import LineCalls
+from lockstep.run.source.reachable import CACHES, Mark, script_frames, size_of
+from lockstep.run.source.script_places import Held, changed_since
+from lockstep.run.state.registered import State
+
+#: Loops that are read in any case; of later ones, one in so many steps.
+_FREE_READINGS: Final = 2
+_STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
+
+
+class Since(NamedTuple):
+    """Two marks of a place."""
+
+    first: Mark  #: when it was seen first
+    now: Mark
+
+
+class _Function(NamedTuple):
+    """The owner of a variable, while no loop is read: a function that was running."""
+
+    number: int
+
+
+class SharedInputs:
+    """Those of the loop that the script is in.
+
+    Args:
+        state: what the run holds.
+        several: whether there are several ranks; else nothing is looked at to be compared.
+    """
+
+    def __init__(self, state: State, *, several: bool) -> None:
+        self._state: Final = state
+        self._several: Final = several
+        self._inputs: TrainingInputs | None = None
+        self._frames: list[FrameType] = []  # of the loop that was read
+        # Of loops that were left, by the functions that were running: these are places in them by their number.
+        self._known: Final[dict[tuple[CodeType, ...], TrainingInputs]] = {}
+        self._read_at = 0
+        self._first: Final[dict[str, Mark]] = {}
+        self._moved: Final[set[str]] = set()  # by bodies
+        self._began: Held = {}  # what bodies may change, when the loop was read
+        self._left: dict[str, Since] = {}  # as the last loop was left
+        self.calls: Final = LineCalls()  #: what the lines of bodies were seen to run
+
+    def read_script(self, frame: FrameType) -> TrainingInputs:
+        """Read the script from ``frame`` outward, before the training begins."""
+        inputs = training_inputs(frame, self._state, self.calls)
+        self._note_first(inputs)
+        return inputs
+
+    def read_loop(self, step: int) -> None:
+        """Read the loop that the script is in after ``step`` steps, unless that is done; takes some 10 ms."""
+        if self._inputs is not None and not self.calls.is_new:
+            return
+        frames = script_frames(sys._getframe())
+        known = None if self.calls.is_new else self._known.get(tuple(frame.f_code for frame in frames))
+        if known is not None:
+            self._inputs = known.rebound(lambda owner: frames[owner.number] if type(owner) is _Function else owner)
+        elif self.calls.is_new or len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
+            self._read_at = step
+            self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
+            self.calls.seen()
+            self._note_first(self._inputs)
+        self._frames = frames
+        if self._inputs is not None:
+            self._began = {**self._inputs.held_of_bodies(), **self._began}
+
+    def held(self) -> Held:
+        """What is there now, in a body."""
+        return {} if self._inputs is None else self._inputs.held()
+
+    @property
+    def carried(self) -> str:
+        """In words, what of it the body makes from what it was before; "" for nothing."""
+        return "" if self._inputs is None else self._inputs.carried
+
+    def changed_in_pass(self) -> str:
+        """In words, what of it bodies of the loop have changed since it was read; "" for nothing."""
+        return "" if self._inputs is None else changed_since(self._began, self._inputs.held_of_bodies())
+
+    def body_is_over(self, before: Held, after: Held) -> None:
+        """What differs was set by a body."""
+        self._moved.update(name for name, (mark, _) in after.items() if name in before and before[name][0] != mark)
+
+    def between_bodies(self) -> dict[str, Since]:
+        """What is there between two bodies, or was there when the last loop was left; by its name in a message."""
+        return self._left if self._inputs is None else self._since(self._inputs)
+
+    def leave(self) -> None:
+        """The loop is left, with the variables of the functions in it."""
+        if self._inputs is not None:
+            self._left = self._since(self._inputs)
+            functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}
+            codes = tuple(frame.f_code for frame in self._frames)
+            self._known[codes] = self._inputs.rebound(lambda owner: functions.get(id(owner), owner))
+        self._inputs, self._frames, self._began = None, [], {}
+        self.calls.forget()
+
+    def _note_first(self, inputs: TrainingInputs) -> None:
+        if not self._several:
+            return
+        for name, (mark, _) in (*inputs.held_between().items(), *inputs.held_when_needed().items()):
+            self._first.setdefault(name, mark)
+
+    def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
+        if not self._several:
+            return {}
+        between, when_needed = inputs.held_between(), inputs.held_when_needed()
+        # Not parts of objects: a package's may be set anew in each body, as an environment is that begins again.
+        themselves = {place.text for place, _ in inputs.places.values()}
+        return {
+            # Of what is made when it is needed, ranks may have other sizes, as of a mask; those of one size are equal.
+            f"{name}{size_of(mark) if name in when_needed else ''}, which {what} is computed from,": Since(
+                self._first[name], mark
+            )
+            for name, (mark, what) in {**between, **when_needed}.items()
+            if name in themselves and name in self._first and name not in self._moved and mark.kind not in CACHES
+        }

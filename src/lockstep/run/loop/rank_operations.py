@@ -1,0 +1,188 @@
+"""What the script does between ranks: sums, means, gathering, broadcasts, barriers, and work that one rank does first.
+
+Each is named after the line of the script that called it, so that a rank which waits says where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+import torch
+
+from lockstep.batch import MicroBatchPosition
+from lockstep.collectives import Group
+from lockstep.errors import LockstepError, UsageError
+from lockstep.run.metrics.metric_means import PassMetrics
+from lockstep.world import World
+
+T = TypeVar("T")
+_NO_DEADLINE_S = 7 * 24 * 3600.0
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class RankOperations:
+    """Collectives over any value, on the CPU for what is no tensor.
+
+    Args:
+        group: all ranks.
+        world: the place of this one.
+        metrics: know the micro-batches of the step.
+        before: called before each of them.
+        serving: the strategy, if some ranks serve others under it.
+    """
+
+    def __init__(
+        self, group: Group, world: World, metrics: PassMetrics, before: Callable[[], None], serving: str | None = None
+    ) -> None:
+        self._group: Final = group
+        self._serving: Final = serving
+        self._agree: Final = before
+        self._world: Final = world
+        self._metrics: Final = metrics
+        self._leader_firsts = 0
+
+    def sum(self, value: T) -> T:
+        """The sum over ranks of a number or a tensor, the same bits on each. Collective."""
+        return self._reduce(value, f"sum at {_caller()}")
+
+    def mean(self, value: T) -> T:
+        """The mean over ranks of a number or a tensor, each rank counting once; the same bits on each. Collective."""
+        total = self._reduce(value, f"mean at {_caller()}")
+        return cast(T, total / self._group.size)  # type: ignore[operator]
+
+    def gather(self, value: T) -> list[T]:
+        """The value of each rank, by rank, on all of them; any picklable object. Collective.
+
+        Lists with what each micro-batch of the step has given come `in_order`.
+        """
+        self._before("gather")
+        bodies, asked = self._metrics.bodies(value), self._metrics.asked_counts
+        indices = _indices(value, bodies, asked) if bodies else None
+        gathered = self._group.gather_objects((value, indices), f"gather at {_caller()}")
+        if bodies and all(each is not None for _, each in gathered):
+            of = bodies[-1][0].of
+            return cast(list[T], in_order(cast(list[tuple[list[Any], list[int | None]]], gathered), of))
+        return [value for value, _ in gathered]
+
+    def broadcast(self, value: T) -> T:
+        """The leader's value, on all ranks; any picklable object. Collective."""
+        self._before("broadcast")
+        return self._group.broadcast_object(value, f"broadcast at {_caller()}")
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here. Collective."""
+        self._before("barrier")
+        self._group.barrier(f"barrier at {_caller()}")
+
+    @contextlib.contextmanager
+    def leader_first(self) -> Iterator[None]:
+        """Within it, the first rank of each node goes ahead and the others of the node wait for its end. Collective."""
+        self._leader_firsts += 1
+        key = f"{self._leader_firsts}/{self._world.node_rank}"
+        store = self._group.store("leader-first")
+        if self._world.leads_node:
+            try:
+                yield
+            finally:
+                failed = sys.exception() is not None
+                store.set(key, "failed" if failed else "done")
+        else:
+            if store.get(key, _NO_DEADLINE_S) == "failed":
+                raise LockstepError("the leader of this node failed inside run.leader_first(); see its error")
+            yield
+
+    def _before(self, name: str) -> None:
+        """Called before each of them.
+
+        Raises:
+            UsageError: if ranks that serve others cannot take part, as they go through no body of a loop.
+        """
+        if self._serving is not None and self._metrics.position is not None:
+            raise UsageError(
+                f"run.{name}(...) in a loop over micro-batches: under strategy {self._serving} there are ranks that "
+                "serve the others, and go through no body of such a loop. Call it before or after the loop, or use "
+                "another strategy, such as ddp or zero"
+            )
+        self._agree()
+
+    def _reduce(self, value: T, what: str) -> T:
+        self._before(what.partition(" ")[0])
+        if isinstance(value, torch.Tensor):
+            shapes = self._group.gather_objects((tuple(value.shape), str(value.dtype)), what)
+            if len(set(shapes)) > 1:
+                raise UsageError(f"{what}: ranks give tensors of different shape or type: {shapes}")
+            is_whole = not (value.is_floating_point() or value.is_complex())
+            return cast(T, self._group.sum_tensor(value.long() if is_whole else value, what))
+        # Small integer types of NumPy's would wrap around.
+        if isinstance(value, np.generic):
+            value = value.item()
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.itemsize < 8:
+            value = cast(T, value.astype(np.int64))
+        return cast(T, sum(self._group.gather_objects(value, what)))
+
+
+def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> list[list[Any]]:
+    """The lists of all ranks, as they are where each rank has a run of neighbouring micro-batches.
+
+    Args:
+        lists: of each rank, and for each of its items the index of the micro-batch; None: of one that does not count.
+        of: how many micro-batches the step has.
+    """
+    parts = [
+        [(index, item) for item, index in zip(items, indices, strict=True) if index is not None]
+        for items, indices in lists
+    ]
+    flat = [pair for part in parts for pair in part]
+    if any(later[0] < earlier[0] for earlier, later in pairwise(flat)):
+        flat.sort(key=lambda pair: pair[0])
+        ends = [of * (rank + 1) // len(lists) for rank in range(len(lists))]
+        parts = [
+            [pair for pair in flat if first <= pair[0] < end] for first, end in zip([0, *ends], ends, strict=False)
+        ]
+    return [[item for _, item in part] for part in parts]
+
+
+def _indices(
+    value: object, bodies: Sequence[tuple[MicroBatchPosition, bool]], asked_counts: bool
+) -> list[int | None] | None:
+    """For each item of ``value`` the index of its micro-batch, None where that counts for nothing.
+
+    None for a value that is no list with one tensor, or several, for the samples of each of the step's ``bodies``: of
+    those that count, if the script has asked for that, else of all.
+    """
+    if not isinstance(value, list):
+        return None
+    counted = [body for body in bodies if body[1]]
+    # What replays append to the script's lists is taken off again, where these are found.
+    played = [body for body in bodies if not body[0].is_replay]
+    for chosen in (counted, played, bodies) if asked_counts else (played, bodies):
+        if not value and not chosen:
+            return []
+        each, rest = divmod(len(value), len(chosen) or 1)
+        placed = [body for body in chosen for _ in range(each)]
+        if len(placed) != len(value) or rest or not each:
+            continue
+        if all(not counts or _length(item) == at.samples for item, (at, counts) in zip(value, placed, strict=True)):
+            return [at.index if counts else None for at, counts in placed]
+    return None
+
+
+def _length(item: object) -> int | None:
+    """The first dimension of a tensor or an array, or of the first one in a tuple, list or dict."""
+    while isinstance(item, Mapping | tuple | list) and item:
+        item = next(iter(item.values() if isinstance(item, Mapping) else item))
+    return len(item) if isinstance(item, torch.Tensor | np.ndarray) and item.ndim else None
+
+
+def _caller() -> str:
+    """The user's file and line that called: the first frame outside of this package."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,0 +1,409 @@
+"""Means over samples that depend neither on the order of the sums nor on who computed which part.
+
+A float is a whole number of units of 2**-1074, so its sums are kept as Python's integers: exact, whatever their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, Literal
+
+import torch
+
+from lockstep.batch import MicroBatchPosition
+from lockstep.checkpoint import SavedTree, StateTree
+from lockstep.collectives import Group
+from lockstep.errors import UsageError
+from lockstep.run.source.reachable import find, script_roots
+
+# How many values wait on the device before they are fetched; each fetch waits for the device once.
+_FETCH = 512
+_UNIT_BITS = 1074
+
+State = dict[str, list[int | float]]
+Number = float | torch.Tensor
+"""One number, or a tensor of no dimension that holds it where one would have to wait for it."""
+Added = tuple[str, Number, Number, Number]
+"""A name, a value, its weight and its count."""
+
+
+class _Mean:
+    """One running mean; with ``finite_only``, of the values that are finite."""
+
+    def __init__(self, *, finite_only: bool = False) -> None:
+        self._finite_only: Final = finite_only
+        self.units = 0  # the sum of the finite values, in units of 2**-1074
+        self.odd = 0.0  # the sum of the others: nan or an infinity, if there were any
+        self.count = 0
+        self._waiting: list[tuple[Number, Number, Number]] = []
+
+    def add(self, value: Number, weight: Number, count: Number) -> None:
+        if isinstance(value, torch.Tensor) or isinstance(count, torch.Tensor):
+            self._waiting.append((value, weight, count))
+            if len(self._waiting) == _FETCH:
+                self.fetch()
+        else:
+            self.add_number(value, int(weight), int(count))
+
+    def fetch(self) -> None:
+        """Every value is in the sums; waits for the device, once for all values."""
+        if not self._waiting:
+            return
+        tensors = [value for value, _, _ in self._waiting if isinstance(value, torch.Tensor)]
+        numbers = iter(torch.stack(tensors).double().tolist() if tensors else ())
+        for value, weight, count in self._waiting:
+            number = next(numbers) if isinstance(value, torch.Tensor) else value
+            self.add_number(number, int(weight), int(count))
+        self._waiting = []
+
+    def add_number(self, value: float, weight: int, count: int) -> None:
+        if self._finite_only and not math.isfinite(value):
+            return
+        self.count += count
+        if math.isfinite(value):
+            numerator, denominator = value.as_integer_ratio()
+            self.units += numerator * weight << (_UNIT_BITS - denominator.bit_length() + 1)
+        else:
+            self.odd += value
+
+
+class MetricMeans:
+    """What was measured since the last `reduce`, by name; with ``finite_only``, of values that are finite."""
+
+    def __init__(self, *, finite_only: bool = False) -> None:
+        self._finite_only: Final = finite_only
+        self._means: dict[str, _Mean] = {}
+
+    def add(self, name: str, value: Number, weight: Number, count: Number) -> None:
+        """The mean over ``weight`` items is ``value``; it counts as ``count``. Does not wait for the device."""
+        self._of(name).add(value, weight, count)
+
+    def add_number(self, name: str, value: float, weight: int, count: int) -> None:
+        """The same of what is known."""
+        self._of(name).add_number(value, weight, count)
+
+    def reduce(self, group: Group) -> dict[str, float]:
+        """The mean of each measure over all ranks, and empty from here on. Collective.
+
+        A rank may have measured nothing of it, such as one without a micro-batch in a short step.
+        """
+        total = self.state(group)
+        self._means = {}
+        return {name: _mean(*parts) for name, parts in total.items()}
+
+    def state(self, group: Group) -> State:
+        """What all ranks have measured so far, the same on every rank. Collective."""
+        total: State = {}
+        for state in group.gather_objects(self.own(), "measures"):
+            total = plus(total, state)
+        return total
+
+    def own(self) -> State:
+        """What this rank has measured so far. Waits for the device."""
+        for mean in self._means.values():
+            mean.fetch()
+        return {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
+
+    def load(self, state: Mapping[str, list[int | float]], *, here: bool) -> None:
+        """Go on from `state`, whatever the number of ranks was: it is all ``here``, or on another rank."""
+        self._means = {}
+        for name, (units, odd, count) in state.items():
+            if here:
+                mean = self._of(name)
+                mean.units, mean.odd, mean.count = int(units), float(odd), int(count)
+
+    def _of(self, name: str) -> _Mean:
+        mean = self._means.get(name)
+        if mean is None:
+            mean = self._means[name] = _Mean(finite_only=self._finite_only)
+        return mean
+
+
+class PassMetrics:
+    """What is measured in the pass over a data set that the script is in, if it is in one.
+
+    Args:
+        counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
+        recent: whether `recent` is wanted, too.
+        alike: whether the gradient of a step is the same on all ranks.
+        notes: whether values are to be written down as they come, see `take_added`.
+    """
+
+    def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False, alike: bool = True) -> None:
+        self._counts: Final = counts
+        self._wants_recent: Final = recent
+        self._alike: Final = alike
+        self._added: Final[list[Added] | None] = [] if notes else None  # in the step under way, and not taken yet
+        self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
+        self.train = MetricMeans()  #: of the steps of this pass
+        self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
+        self._of_step: Final[list[Added]] = []  # of the step under way, which may be discarded
+        # Norms of the steps' gradients, in the same way: apart, for where all ranks have the same none of them is lost.
+        self.norms = MetricMeans(finite_only=True)
+        self.recent_norms = MetricMeans(finite_only=True)
+        self._are_logged = False  # whether the recent ones are: then the next step's are the first
+        self._norms_of_step: Final[list[tuple[str, Number]]] = []
+        self.evaluate = MetricMeans()
+        self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
+        self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
+        self.samples = 0  #: in it; 0 for one that counts for nothing on this rank
+        self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
+        self._bodies: Final[list[tuple[MicroBatchPosition, bool]]] = []  # of the step, and whether they count here
+        # The script's lists as they were before an evaluation in this body; None: there was none.
+        self._lists: list[tuple[object, int]] | None = None
+        self._names_of_losses = {"loss"}
+        #: Losses of the step under way, by the index of the micro-batch, while somebody wants them; None: nobody.
+        self.losses: dict[int, list[Number]] | None = None
+        #: told of each value that is measured in the micro-batch, if what that gives is compared
+        self.compares: Callable[[str, object], None] | None = None
+
+    def refuse_nested(self, method: str) -> None:
+        """Check that the script is in no pass; it calls ``method``.
+
+        Raises:
+            UsageError: if it is in one.
+        """
+        if self.inside is not None:
+            raise UsageError(
+                f"run.{method}(...) inside of run.{self.inside}(...): leave that loop first, by break or at its end"
+            )
+
+    def require_ended(self, method: Literal["train", "evaluate"]) -> None:
+        """Check that no pass of ``method`` is open.
+
+        Raises:
+            UsageError: where one is, such as an iterator that the script still holds.
+        """
+        if self.inside == method:
+            raise UsageError(
+                f"run.{method}(...) was not finished when the body of the loop around it ended: iterate over it in a "
+                "`for` loop, which finishes it"
+            )
+
+    @property
+    def in_replay(self) -> bool:
+        """Whether the script has a micro-batch that is computed once more: what it logs and says has been said."""
+        return self.inside == "train" and self.position is not None and self.position.is_replay
+
+    def enter(self, method: Literal["train", "evaluate"]) -> None:
+        """A pass begins."""
+        self.inside = method
+
+    def leave(self) -> None:
+        """The pass is over."""
+        self.inside = self.position = self._lists = None
+        self.samples = 0
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """A context for an evaluation, also one inside of the body of `Run.train`, which has its means again after."""
+        before = self.inside, self.position, self.samples
+        if self.inside == "train" and self._lists is None:
+            lists = find(script_roots(sys._getframe()), list).values()
+            self._lists = [(each, len(each)) for each in lists if isinstance(each, list)]
+        self.evaluate = MetricMeans()
+        self.inside = "evaluate"
+        try:
+            yield
+        finally:
+            self.inside, self.position, self.samples = before
+
+    def hand_out(self, position: MicroBatchPosition) -> None:
+        """The micro-batch at ``position`` is the one to measure now."""
+        self.position = position
+        self.samples = 0 if position.is_padding or position.is_replay or not self._counts else position.samples
+        if self.inside == "train":
+            self._lists = None
+            if self._bodies and self._bodies[-1][0].last:
+                self._bodies.clear()
+            self._bodies.append((position, self.samples > 0))
+
+    def bodies(self, value: object) -> Sequence[tuple[MicroBatchPosition, bool]]:
+        """All micro-batches of the step that the script has had, and whether they count here, in its last body.
+
+        Empty elsewhere, and for a ``value`` that an evaluation in this body may have given.
+        """
+        is_last = self.inside == "train" and self.position is not None and self.position.last
+        is_of_step = self._lists is None or any(
+            value is each and isinstance(value, list) and len(value) == length for each, length in self._lists
+        )
+        return self._bodies if is_last and is_of_step else ()
+
+    def add_loss(self, name: str, index: int, value: Number, items: Number) -> None:
+        """``value`` is a loss of the step's micro-batch ``index``, the mean over ``items``, both `as_it_is`."""
+        self._names_of_losses.add(name)
+        if self._counts:
+            self._note((name, value, items, items))
+            if self.losses is not None:
+                self.losses.setdefault(index, []).append(value)
+
+    def add_norm(self, name: str, norm: torch.Tensor) -> None:
+        """The gradient of the step has ``norm``, the same on all ranks that step together. Does not wait for it."""
+        self._norms_of_step.append((name, as_it_is(norm)))
+
+    def begin_pass(self) -> None:
+        """A pass begins: what one that was left by ``break`` has measured is not this one's."""
+        self.train, self.norms = MetricMeans(), MetricMeans(finite_only=True)
+
+    def reduce_pass(self, group: Group) -> dict[str, float]:
+        """The means of the pass, over all ranks, which are empty from here on. Collective."""
+        norms, self.norms = self.norms, MetricMeans(finite_only=True)
+        return self.train.reduce(group) | self._means_of(norms, group)
+
+    def reduce_recent(self, group: Group) -> dict[str, float]:
+        """The means of the recent steps, in the same way, which are logged now. Collective."""
+        self._are_logged = True
+        return self.recent.reduce(group) | self._means_of(self.recent_norms, group)
+
+    def _means_of(self, norms: MetricMeans, group: Group) -> dict[str, float]:
+        state = norms.own() if self._alike else norms.state(group)
+        return {name: _mean(*parts) for name, parts in state.items()}
+
+    def norms_state(self) -> StateTree:
+        """What this rank has of norms, for a checkpoint."""
+        return {"pass": self.norms.own(), "recent": self.recent_norms.own(), "are_logged": self._are_logged}
+
+    def load_norms(self, state: SavedTree) -> None:
+        """Go on from `norms_state`; {}: there were none."""
+        self.norms.load(state.get("pass", {}), here=True)
+        self.recent_norms.load(state.get("recent", {}), here=True)
+        self._are_logged = state.get("are_logged", False)
+
+    def step_is_done(self) -> None:
+        """What was measured since the last call belongs to a step that was made."""
+        for added in self._of_step:
+            self.train.add(*added)
+            if self._wants_recent:
+                self.recent.add(*added)
+        self._of_step.clear()
+        if self._norms_of_step and self._are_logged:
+            self.recent_norms, self._are_logged = MetricMeans(finite_only=True), False
+        for name, norm in self._norms_of_step:
+            self.norms.add(name, norm, 1, 1)
+            if self._wants_recent:
+                self.recent_norms.add(name, norm, 1, 1)
+        self._norms_of_step.clear()
+
+    def forget_step(self) -> None:
+        """What was measured since the last `step_is_done` belongs to a step that is discarded."""
+        self._of_step.clear()
+        self._norms_of_step.clear()
+        self.take_added()
+        if self.losses is not None:
+            self.losses.clear()
+
+    def take_added(self) -> list[Added]:
+        """What was measured in the step under way since this was last called, where it is written down."""
+        self.has_called = False
+        if not self._added:
+            return []
+        added = self._added.copy()
+        self._added.clear()
+        return added
+
+    def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
+        """Add ``values`` of the current micro-batch to the metrics: means over samples, or over ``count`` items.
+
+        Raises:
+            UsageError: outside of a pass, for ``loss`` while training, and for a count of no value.
+        """
+        if self.inside is None:
+            raise UsageError("run.measure(...) outside of run.train(...) and run.evaluate(...): there are no samples")
+        if self.inside == "train" and (taken := self._names_of_losses & values.keys()):
+            name = min(taken)
+            raise UsageError(
+                f"run.measure({name}=...) in run.train(...): run.step(loss) measures its loss under that name; give "
+                f"yours another, such as run.measure(my_{name}=...)"
+            )
+        self.has_called |= self.inside == "train"
+        if count is not None and not values:
+            raise UsageError("run.measure(count=...) says how many items a value is the mean of; name the value, too")
+        compares = self.compares if self.inside == "train" else None
+        if not self.samples and compares is None:
+            return
+        for name, value in values.items():
+            added = measured(name, value, self.samples, count)
+            if compares is not None:
+                compares(f"run.measure({name}=...)", added[1])
+            if not self.samples:
+                continue
+            if self.inside == "train":
+                self._note(added)
+            else:
+                self.evaluate.add(*added)
+
+    def _note(self, added: Added) -> None:
+        self._of_step.append(added)
+        if self._added is not None:
+            self._added.append(added)
+
+
+def as_it_is(value: torch.Tensor) -> Number:
+    """What ``value`` (no dimension) holds, whatever the script writes into it later. Does not wait for the device."""
+    return value.item() if value.is_cpu and not value.is_complex() else value.detach().clone()
+
+
+def measured(name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> Added:
+    """``value`` as one number for each sample, or the mean of ``count`` items; None: of all ``samples``.
+
+    The script may change both afterwards.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    if isinstance(value, torch.Tensor) and value.dim():
+        if count is not None:
+            raise UsageError(
+                f"measure({name}=tensor of shape {tuple(value.shape)}, count=...): count is for one number that is "
+                "the mean of so many items; leave it out, or give the mean"
+            )
+        whole = value.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        total = value.detach().sum(dtype=torch.float64 if whole else None)
+        return name, as_it_is(total.double()), 1, value.numel()
+    if isinstance(value, float):
+        number: Number = float(value)  # also one of NumPy's
+    else:
+        try:
+            tensor = torch.as_tensor(value)
+        except (TypeError, ValueError, RuntimeError):
+            tensor = torch.empty(0)
+        if tensor.dim():
+            raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
+        number = as_it_is(tensor)
+    items = samples if count is None else as_it_is(count) if isinstance(count, torch.Tensor) else count
+    return name, number, items, items
+
+
+def plus(one: Mapping[str, list[int | float]], other: Mapping[str, list[int | float]]) -> State:
+    """The sums of both."""
+    total = {name: list(held) for name, held in one.items()}
+    for name, held in other.items():
+        total[name] = [a + b for a, b in zip(total.get(name, [0, 0.0, 0]), held, strict=True)]
+    return total
+
+
+def _mean(units: int | float, odd: int | float, count: int | float) -> float:
+    """The quotient, correctly rounded; not a number if nothing was counted."""
+    if odd or not count:
+        return float(odd) or math.nan
+    return int(units) / (int(count) << _UNIT_BITS)
+
+
+def explain_missing(error: BaseException, metrics: Mapping[str, float]) -> str:
+    """What to say of an error that ``run.metrics[NAME]`` raised for a name that it does not have; "" of others.
+
+    ``run.metrics`` is a plain dict, which scripts save and hand on, so it cannot say it itself.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    if not (isinstance(error, KeyError) and error.args and frames and ".metrics[" in (frames[-1].line or "")):
+        return ""
+    name = str(error.args[0])
+    there = f"run.metrics has {', '.join(metrics)}" if metrics else "nothing is in run.metrics yet"
+    return (
+        f"{there}; {name} is there from the end of the loop of run.train(...) or run.evaluate(...) in which "
+        f"run.measure({name}=...) measures it"
+    )

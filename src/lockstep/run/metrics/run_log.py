@@ -1,0 +1,173 @@
+"""The run's own record of metrics, the line in which the user sees them, and the trackers that get them, too."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import numpy as np
+import torch
+
+from lockstep.errors import MismatchError
+from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
+from lockstep.run.setup.assembly import RunContext
+
+LoggedRow = tuple[int, int, dict[str, float]]
+"""A step, an epoch, and values by name."""
+
+Ending = Literal["ended", "stopped", "failed"]
+#: For how many seconds a run waits for its trackers. To import one of them takes a busy machine half a minute; who
+#: stops a run waits for about as long in all.
+_TRACKERS_S: Final[Mapping[Ending, float]] = {"ended": 60.0, "stopped": 15.0, "failed": 2.0}
+_MOST_GIVEN: Final = 1000  # values that wait to be compared
+#: Names of what each rank measures of itself, such as time and memory.
+_OF_RANK: Final = re.compile(
+    r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|eta|speed|throughput|fps|its?|tps|"
+    r"mem|memory|[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|rank|local|date|"
+    r"timestamp)(_|$)",
+    re.IGNORECASE,
+)
+
+
+class RunLog:
+    """Written by the leader; the others write and say nothing.
+
+    Args:
+        context: of the run; in its directory, if it has one, is ``metrics.jsonl``.
+        tracker: the script's own one.
+    """
+
+    def __init__(self, context: RunContext, tracker: LogsValues | None) -> None:
+        self._context: Final = context
+        self._tracker: Final = tracker
+        self._leads: Final = context.group.leads
+        every = context.settings.log_every
+        self._every: Final = None if every is None else int(every.every)
+        self._file: MetricsFile | None = None
+        self._trackers: list[TrackerThread] = []
+        self._given: dict[tuple[str, int], list[int | float]] = {}  # what the script has logged, by name and step
+        self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
+
+    def open(self, step: int) -> None:
+        """The run goes on from ``step``; what the file says of later steps is removed."""
+        if not self._leads:
+            return
+        directory, settings, say = self._context.directory, self._context.resolved, self._context.reporter.say
+        record: list[dict[str, float]] = []
+        if directory:
+            path = Path(directory, "metrics.jsonl")
+            self._file = MetricsFile(path, step=step, say=say)
+            try:
+                record = MetricsFile.read(path) if path.exists() else []
+            except OSError as error:
+                say(f"{path} cannot be read: {error.strerror}; trackers get nothing until the run is started again")
+                return
+        context = TrackerContext(Path(directory or "runs"), settings.as_dict(), step)
+        self._trackers = open_trackers(settings.values.track, self._tracker, context, record, say)
+
+    def write(self, values: dict[str, object], step: int, epoch: int) -> None:
+        """Write ``values`` to the file, if there is one, and to the trackers, and tell the user.
+
+        Args:
+            values: by name.
+            step: steps done.
+            epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
+        """
+        if self._context.emergency.notes:
+            plain = record_row(step, epoch, values, 0.0)
+            self.rows.append((step, epoch, {name: plain[name] for name in values}))
+        if not self._leads:
+            return
+        row: dict[str, float] | None = None
+        if self._file is not None:
+            row = self._file.write(step, epoch, values)
+        elif self._trackers:
+            row = record_row(step, epoch, values, time.time())
+        if row is not None:
+            for tracker in self._trackers:
+                tracker.log(row)
+        texts = (f"{name} {_on_screen(value)}" for name, value in ({"epoch": epoch} | values).items())
+        self._context.reporter.say(f"step {step}: " + ", ".join(texts))
+
+    def note_given(self, values: Mapping[str, object], step: int) -> None:
+        """The script has given ``values`` itself: they are to be the same on all ranks that log them.
+
+        Not within a pass, where ranks stand at other micro-batches.
+        """
+        if self._context.metrics.inside is not None or self._context.group.size == 1 or len(self._given) > _MOST_GIVEN:
+            return
+        for name, number in common_numbers(values).items():
+            self._given.setdefault((name, step), []).append(number)
+
+    def compare_given(self) -> None:
+        """Check that what the script has logged since the last call is the same on all ranks. Collective.
+
+        What only some have logged is theirs.
+
+        Raises:
+            MismatchError: naming the first value that is not.
+        """
+        given, self._given = self._given, {}
+        if self._context.share.replica is None:
+            given = {}  # it serves others, and has no micro-batches
+        first, *others = self._context.group.gather_objects(given, "what run.log(...) was given")
+        for rank, theirs in enumerate(others, 1):
+            for (name, step), values in first.items():
+                pairs = zip(values, theirs.get((name, step), ()), strict=False)
+                if odd := next(((one, other) for one, other in pairs if repr(one) != repr(other)), None):
+                    raise MismatchError(
+                        f"run.log({name}=...) after step {step}: it is {odd[0]:.6g} on rank 0 and {odd[1]:.6g} on rank "
+                        f"{rank}, and the first would be shown as that of all ranks. Use run.measure({name}=...) in "
+                        "the loop over micro-batches, or run.sum(...) of what each rank has added up; what is one "
+                        "rank's own on purpose is logged under `if run.leads:`"
+                    )
+
+    def write_recent(self) -> None:
+        """A step has ended: after every so many, what they measured is written. Collective then."""
+        position, context = self._context.position, self._context
+        if self._every is not None and position.progress.step % self._every == 0:
+            means = {f"{name}_step": mean for name, mean in context.metrics.reduce_recent(context.group).items()}
+            self.write(means | _learning_rates(context.state.optimizers), position.progress.step, position.epoch_number)
+
+    def forget_rows(self) -> None:
+        """A step has ended: a run that goes on from there logs again what comes from here on."""
+        self.rows.clear()
+
+    def close(self, ending: Ending) -> None:
+        """The file is closed, and the trackers have had what it holds, or a while to take it."""
+        if self._file is not None:
+            self._file.close()
+        until = time.monotonic() + _TRACKERS_S[ending]
+        for tracker in self._trackers:
+            tracker.end()
+        for tracker in self._trackers:
+            while (left_s := until - time.monotonic()) > 0 and not tracker.has_ended(min(left_s, 1.0)):
+                self._context.marker.set_phase("exit")  # to wait for it is no hang
+            tracker.close(_TRACKERS_S[ending])
+
+
+def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
+    """The numbers among what a script logs that are to be the same on all ranks, by name."""
+    found: dict[str, int | float] = {}
+    for name, value in values.items():
+        number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
+        if isinstance(number, int | float) and not _OF_RANK.search(name):
+            found[name] = number
+    return found
+
+
+def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
+    """The learning rate of each optimizer's first group, which the next step takes; ``lr`` where there is one alone."""
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers if "lr" in optimizer.param_groups[0]]
+    names = ["lr"] if len(optimizers) == 1 else [f"lr_{number}" for number in range(len(rates))]
+    return dict(zip(names, rates, strict=False))
+
+
+def _on_screen(value: object) -> str:
+    """``value`` with four digits if it is a fraction, also one of NumPy's or torch's."""
+    if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
+        value = value.item()
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

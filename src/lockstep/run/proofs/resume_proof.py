@@ -1,0 +1,379 @@
+"""The proof of a resume: its first step has the bits of the step that came after the checkpoint, or the run ends.
+
+    a checkpoint is saved      the next step is recorded, which is made anyway:
+      where it begins            what variables of the script hold, see `script_state`
+      each micro-batch           a checksum of its samples, and its losses, on the rank that has it
+      the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
+                                 bring together
+      the end of the body        options and sums again, and tensors of what is kept
+                               the leader writes that beside the checkpoint
+    a run resumes from it      its first step is recorded alike, and compared
+
+So whatever the script needs and no checkpoint holds is found, once it matters in that step: a teacher, a schedule, a
+counter. Everything is by a micro-batch's index and a tensor's name, so that worlds and strategies may differ.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+
+from lockstep import __version__
+from lockstep.batch import MicroBatchPosition
+from lockstep.checkpoint import StateTree
+from lockstep.collectives import TensorShard
+from lockstep.data import Data, checksum
+from lockstep.errors import CheckpointError, MismatchError
+from lockstep.formatting import format_ranks
+from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
+from lockstep.run.proofs.script_state import Lost, lost, script_state
+from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.identity import optimizers_of
+from lockstep.strategies import ServerStrategy
+from lockstep.strategy_kinds import kind_of, split
+
+#: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
+_NEAR: Final = 1e-3
+_MOST_LISTED: Final = 6  # variables of the script
+
+
+class _Difference(NamedTuple):
+    """What a step has otherwise than it should."""
+
+    text: str
+    lost: str  #: what may be in no checkpoint
+    size: float = math.inf  #: of a loss, relative to it; of other values that are computed, 0
+
+
+_OF_SCRIPT: Final = (
+    "weights that the script holds by itself, such as the best ones, those before an epoch, an average, or a list of "
+    "models, in a variable that it makes again"
+)
+_OF_INPUT: Final = "a variable of the script, on which a later step depends"
+_OF_SAMPLES: Final = "what the data set, its sampler or order= depends on, such as labels or a count of epochs"
+_OF_LOSS: Final = (
+    "what the loss is computed from: a model beside run.model(...), such as a teacher or an average of the weights; a "
+    "schedule, a temperature or a counter of the script; or another object in place of that which run.keep(...) was "
+    "given (write into that: copy_(...), list[:] = ...)"
+)
+_OF_UPDATE: Final = (
+    "what the update is computed from: a counter or a list in an attribute of the optimizer (what is in its state is "
+    "saved), or what the script does with gradients and weights"
+)
+_OF_BODY: Final = (
+    "what the script sets that from, such as a scheduler, what a scheduler is given (a loss that the script adds up "
+    "itself), a decay that depends on a counter, or weights of its own that it writes into the model"
+)
+
+
+class ResumeProof:
+    """Records the step after each save, and compares the first step after a resume.
+
+    In all other steps nothing is done; in these, ranks meet once more, and the GPU is waited for.
+
+    Args:
+        context: of the run.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context: Final = context
+        self._checkpointer: Final = context.checkpointer
+        self._script: StateTree = {}  # what the leader's script held when the step began
+        self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
+        self._expected: StateTree | None = None  # of the first step after a resume
+        self._file = Path()  # that says so
+        self._saved: int | None = None  # the step whose checkpoint waits for the next one
+        self._own: dict[str, dict[str, Any]] | None = None  # of that next step, or of the first one after a resume
+        self._noted = False  # a difference was said, so that no second one needs to be
+
+    def saved(self, step: int) -> None:
+        """The state after ``step`` is being saved: the next step is recorded. All ranks call it."""
+        if self._context.settings.replay:
+            self._saved = step
+            self._listen()
+
+    def resumed(self) -> None:
+        """The run goes on from a checkpoint: its first step will be compared, if the one before was recorded.
+
+        Collective.
+        """
+        if self._context.settings.replay:
+            self._file, self._expected = self._checkpointer.next_step()
+        if self._expected is not None:
+            self._listen()
+
+    def samples(self, position: MicroBatchPosition, data: Data) -> None:
+        """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
+        if self._context.metrics.losses is None:
+            return
+        if not self._script and self._context.group.leads:  # no body of the step has begun, not of a replay either
+            self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
+        if not (position.is_padding or position.is_replay):
+            self._samples[str(position.index)] = checksum(data)
+
+    def step_is_done(self) -> None:
+        """The optimizers have stepped: what the step was made of is noted, if it is to be recorded or compared."""
+        losses, self._context.metrics.losses = self._context.metrics.losses, None
+        if losses is not None:
+            self._own = {
+                "script": self._script,
+                "samples": self._samples,
+                "losses": {str(index): [float(value).hex() for value in each] for index, each in losses.items()},
+                "options": self._options(),
+                "state": self._sums() if self._bits else {},
+            }
+            self._samples, self._script = {}, {}
+
+    def body_is_over(self, compare_ranks: Callable[[], None]) -> None:
+        """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
+
+        Args:
+            compare_ranks: called before the step is recorded. If ranks differ, that of the leader may be the wrong one,
+                and no resume from the checkpoint could ever have its bits.
+
+        Raises:
+            CheckpointError: on all ranks, if the step is not the one that followed the checkpoint.
+        """
+        own, self._own = self._own, None
+        saved, self._saved = self._saved, None
+        expected, self._expected = self._expected, None
+        if own is None:
+            return
+        own["options after"] = self._options() if self._bits else {}
+        own["kept after"] = self._kept() if self._bits and self._context.group.leads else {}
+        own["state after"] = self._sums() if self._bits else {}
+        parts = self._context.group.gather_objects(own, "the step after a checkpoint")
+        found: StateTree = {
+            "conditions": self._conditions(),
+            "script": parts[0]["script"],
+            "samples": _together(part["samples"] for part in parts),
+            "losses": _together(part["losses"] for part in parts),
+            "options": parts[0]["options"],
+            "state": _added(part["state"] for part in parts),
+            "after": parts[0]["options after"] | parts[0]["kept after"] | _added(part["state after"] for part in parts),
+        }
+        if expected is not None:
+            of_script = lost(expected.get("script", {}), found["script"])
+            more = len(of_script.plain) - _MOST_LISTED
+            listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+            self._refuse(_first_difference(expected, found, of_script), listed)
+        if saved is not None:
+            if self._context.share.in_step:
+                _require_alike([part["options"] | part["options after"] for part in parts], saved + 1)
+            compare_ranks()
+            self._checkpointer.note_next_step(saved, found)
+
+    def _listen(self) -> None:
+        self._samples, self._script = {}, {}
+        self._context.metrics.losses = {}
+
+    def _refuse(self, difference: _Difference | None, begun_anew: str) -> None:
+        """End the run where there is a ``difference``, the same on all ranks. Collective then.
+
+        If there is none, variables of the script that have ``begun_anew`` are said.
+        """
+        context = self._context
+        if difference is None and begun_anew:
+            context.reporter.say(
+                f"variables of the script have begun anew, for they are in no checkpoint: {begun_anew}. The step after "
+                "the resume had the same bits all the same; if something later depends on one of them, such as when "
+                "the training ends, or a schedule, give it to run.keep(...)"
+            )
+        if difference is None or self._noted:
+            return
+        self._noted = True
+        text = difference.text
+        first = "the first step after the resume is not the one that followed the checkpoint"
+        if context.group.broadcast_object(self._checkpointer.differs, "what has changed since the checkpoint"):
+            context.reporter.say(f"{first}: {text}. What has changed since is said above")
+        elif difference.size < _NEAR and not self._repeats:
+            context.reporter.say(
+                f"{first}, bit for bit: {text}. Kernels that add in any order may be the reason, or something that is "
+                f"in no checkpoint: {difference.lost}"
+            )
+        else:
+            variables = f" (variables that have begun anew: {begun_anew})" if begun_anew else ""
+            raise CheckpointError(
+                f"{first}: {text}. Something is in no checkpoint: {difference.lost}{variables}. Keep it with "
+                "run.keep(...), a scheduler with run.scheduler(...), and start over with --fresh. If it was changed on "
+                f"purpose, remove {self._file} and resume again; if the script is so by design, as where it steps an "
+                "environment, Run(replay=False) leaves this check out"
+            )
+
+    @property
+    def _bits(self) -> str:
+        """In which worlds a step has the bits that it has here; "": nowhere, and not here either."""
+        context = self._context
+        settings = context.settings
+        kind, options = kind_of(settings.strategy), split(settings.strategy)[1]
+        if settings.reduction != "exact" or not context.share.in_step or "compress" in options:
+            return ""
+        if kind.same_bits and options.keys() <= kind.keeps_bits and not settings.sync_batchnorm:
+            return "any"
+        return f"{settings.strategy} on {context.group.size}"
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether a step has the same bits whenever it is made, as far as one can know of its kernels."""
+        return self._context.device.type == "cpu" and not self._context.settings.compile
+
+    def _conditions(self) -> list[str]:
+        """What the bits depend on beside the run's identity, which is compared anyway."""
+        return [__version__, self._bits, _cpu()]
+
+    def _sums(self) -> dict[str, int]:
+        """What this rank holds of the sums of bits, by names of parameters and buffers. Collective where they lie."""
+        context = self._context
+        if isinstance(context.strategy, ServerStrategy):
+            return {}
+        held: dict[str, tuple[torch.Tensor, int]] = {}
+        models = context.state.models
+        for number, model in enumerate(models):
+            for name, value in context.strategy.state_layout.model_state(model).items():
+                key = name if len(models) == 1 else f"{name} of model {number}"
+                if isinstance(value, TensorShard) and value.tensor is not None:
+                    held[key] = value.tensor, value.start[0] if value.start else 0
+                elif isinstance(value, torch.Tensor) and context.group.leads:
+                    held[key] = value, 0
+        return bit_sums(held)
+
+    def _options(self) -> dict[str, str]:
+        """Options of optimizers, and plain values of kept schedulers, by what to call them."""
+        state, found = self._context.state, dict[str, str]()
+        for kind, groups in optimizers_of(state.optimizers):
+            for number, options in enumerate(groups):
+                found |= {f"{name} of {kind}'s group {number}": text for name, text in options.items()}
+        kept = {name: value.state_dict() for name, value in state.kept.items()}
+        return found | {name: repr(value) for name, value in plain_in(schedulers_in(kept))}
+
+    def _kept(self) -> dict[str, int]:
+        """Sums of kept tensors."""
+        kept = {name: value.state_dict() for name, value in self._context.state.kept.items()}
+        tensors = {f"run.kept.{name}": (each, 0) for name, each in tensors_in(kept) if not hasattr(each, "to_local")}
+        return bit_sums(tensors)
+
+
+def _require_alike(options: Sequence[Mapping[str, str]], step: int) -> None:
+    """Check that the ``options`` of all ranks are the same after ``step`` steps.
+
+    Raises:
+        MismatchError: naming the first that differs, and on which ranks.
+    """
+    for name in options[0]:
+        values = [each.get(name) for each in options]
+        common = max(values, key=values.count)
+        if odd := [rank for rank, value in enumerate(values) if value != common]:
+            raise MismatchError(
+                f"ranks hold different values after step {step}: {name} is {values[odd[0]]} on {format_ranks(odd)}, "
+                f"and {common} on the others. Something sets it on some ranks only, such as a decision by what a rank "
+                "sees by itself; the next resume begins before that"
+            )
+
+
+def bit_sums(held: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, int]:
+    """For each tensor a sum over its bits as numbers, weighed by their rows; waits for the GPU.
+
+    Other bits give other sums, as do rows in another order; sums of parts of a tensor add up to that of the whole.
+
+    Args:
+        held: a tensor, or a part of one with the number of its first row. What is not dense is left out.
+    """
+    sums = {
+        name: _bit_sum(tensor.detach(), first)
+        for name, (tensor, first) in held.items()
+        if tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    }
+    waiting = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    if waiting:
+        numbers = torch.stack([value.cpu() for value in waiting.values()]).tolist()
+        sums |= dict(zip(waiting, numbers, strict=True))
+    return {name: int(value) & _MASK for name, value in sums.items()}
+
+
+_MASK: Final = (1 << 64) - 1
+_WHOLE: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bit_sum(tensor: torch.Tensor, first: int) -> int | torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    bits = tensor.view(_WHOLE[tensor.element_size()])
+    bits = bits if bits.dim() else bits.view(1)
+    if bits.device.type == "cpu":  # NumPy adds eight times as fast
+        array = bits.numpy()
+        rows = np.add.reduce(array, axis=tuple(range(1, array.ndim)), dtype=np.int64)
+        return int((rows * (2 * np.arange(first, first + len(rows), dtype=np.int64) + 1)).sum())
+    sums = bits.flatten(1).sum(1, dtype=torch.int64) if bits.dim() > 1 else bits.long()
+    return (sums * (2 * torch.arange(first, first + len(sums), device=sums.device) + 1)).sum()
+
+
+def _together(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    found = {index: value for part in parts for index, value in part.items()}
+    return {index: found[index] for index in sorted(found, key=int)}
+
+
+def _added(parts: Iterator[Mapping[str, int]]) -> dict[str, int]:
+    total: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = (total.get(name, 0) + value) & _MASK
+    return total
+
+
+def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first name of both whose values differ."""
+    return next((name for name, value in before.items() if now.get(name, value) != value), None)
+
+
+def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
+    """What differs first, in the order in which a step is made; then what variables of the script have lost."""
+    if len(before["samples"]) != len(now["samples"]):
+        counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
+        return _Difference(f"it {counts}", _OF_SAMPLES)
+    if (index := _other(before["samples"], now["samples"])) is not None:
+        return _Difference(f"micro-batch {index} holds other samples", _OF_SAMPLES)
+    if before["conditions"] != now["conditions"] or not now["conditions"][1]:
+        return None
+    if (index := _other(before["losses"], now["losses"])) is not None:
+        old, new = ([float.fromhex(loss) for loss in each["losses"][index]] for each in (before, now))
+        if len(old) != len(new):
+            return _Difference(f"micro-batch {index} had {len(old)} losses, and has {len(new)} now", _OF_LOSS)
+        was, is_now = next((one, other) for one, other in zip(old, new, strict=True) if one != other)
+        size = abs(is_now - was) / max(abs(was), abs(is_now))
+        text = f"the loss of micro-batch {index} was {was:.9g}, and is {is_now:.9g} now, of the same samples"
+        return _Difference(text, _OF_LOSS, size if math.isfinite(size) else math.inf)
+    if (name := _other(before["options"], now["options"])) is not None:
+        values = f"was {before['options'][name]}, and is {now['options'][name]} now"
+        return _Difference(f"{name} {values}, in the update", _OF_BODY, 0)
+    if (name := _other(before["state"], now["state"])) is not None:
+        return _Difference(f"{name} has other values after the update, with the same samples and losses", _OF_UPDATE, 0)
+    if (name := _other(before["after"], now["after"])) is not None:
+        was, is_now = before["after"][name], now["after"][name]
+        is_text = isinstance(was, str)
+        values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
+        return _Difference(f"{name} {values}", _OF_BODY, 0)
+    if of_script.weights:
+        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
+    if of_script.inputs:
+        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
+    return None
+
+
+@cache
+def _cpu() -> str:
+    """Of which kind the CPU is, whose instructions the bits depend on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.processor()} {torch.backends.cpu.get_cpu_capability()}"

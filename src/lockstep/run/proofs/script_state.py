@@ -1,0 +1,118 @@
+"""What a script's own variables hold where a step begins: a resume makes them anew, and no checkpoint has them.
+
+    before = copy.deepcopy(model.state_dict())      weights beside the run: they are part of what is trained
+    best, bad = inf, 0                              numbers: of a schedule, or of a log only
+
+The step after a checkpoint begins at the same place of the script in a run that goes on and in one that resumes. What a
+variable has otherwise there was lost, whenever it may show. Whether the training depends on it, the script says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import StateTree
+from lockstep.collectives import local_part
+from lockstep.run.checks.divergence import checksums
+from lockstep.run.inputs.training_inputs import training_inputs
+from lockstep.run.source.line_calls import LineCalls
+from lockstep.run.source.reachable import CACHES, TENSOR_RANK, Mark, find, is_plain, look, script_roots, tells_values
+from lockstep.run.state.registered import State
+from lockstep.run.state.user_values import PlainValue
+
+_DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
+_PLAIN_DEPTH: Final = 3
+_MOST_PLAIN: Final = 2000
+_SHOWN: Final = 40  # characters of a value
+
+
+class Lost(NamedTuple):
+    """What variables of the script have otherwise than they had when the same step began."""
+
+    weights: list[str]  #: the variables that held other weights
+    inputs: list[str]  #: what the training is computed from, each in words with both values
+    plain: list[str]  #: other numbers, texts and lengths, each with both values
+
+
+def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> StateTree:
+    """What the variables of the script's functions that are running hold, from ``frame`` outward, as plain values.
+
+    Without what the run has. ``calls`` are what lines of these were seen to run. Waits for the GPU where the script
+    holds copies of weights.
+    """
+    roots = script_roots(frame)
+    kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
+    skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
+    roots = {name: value for name, value in roots.items() if id(value) not in skip}
+    marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
+    inputs = training_inputs(frame, state, calls).held_between()
+    return {
+        "variables": sorted(roots),
+        "inputs": {
+            path: {"value": value, "of": what}
+            for path, (mark, what) in inputs.items()
+            # A dict may be a cache, which is filled again.
+            if mark.kind not in CACHES and (value := _shown(mark))
+        },
+        "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
+        "plain": {
+            path: str(mark.seen)[:_SHOWN]
+            for path, mark in marks.items()
+            if mark.rank != TENSOR_RANK and "._" not in path  # such as a module's hooks
+        },
+    }
+
+
+def _shown(mark: Mark) -> str:
+    """A text for what a mark has seen, equal for equal values; "" where it cannot tell."""
+    if mark.rank != TENSOR_RANK:
+        return str(mark.seen)[:_SHOWN]
+    return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if tells_values(mark) else ""
+
+
+def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
+    """A text for the bits of copies of a model's weights within reach of ``value``; "" where there are none."""
+    held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
+    own = {tensor.untyped_storage().data_ptr() for tensor in held if is_plain(tensor)}
+    tensors = {
+        path: tensor
+        for path, tensor in find({"": value}, torch.Tensor, skip=skip, depth=_DEPTH).items()
+        if isinstance(tensor, torch.Tensor) and is_plain(tensor) and tensor.untyped_storage().data_ptr() not in own
+    }
+    there = Counter(tensor.shape for tensor in tensors.values())
+    for model in models:
+        needed = Counter(parameter.shape for parameter in model.parameters())
+        if needed and needed <= there:
+            copies = {path: tensor for path, tensor in tensors.items() if tensor.shape in needed}
+            sums = sorted(zip(copies, checksums(list(copies.values())), strict=True))
+            return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
+    return ""
+
+
+def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
+    """What differs in variables that both have: one that is not there yet, the script sets before it reads it."""
+    there = set(now.get("variables", ()))
+    had, has = (each.get("weights", {}) for each in (before, now))
+    weights = [name for name, held in had.items() if name in there and has.get(name, "") != held]
+    was, is_now = (each.get("inputs", {}) for each in (before, now))
+    other = {path: (was[path]["value"], held) for path, held in is_now.items() if path in was}
+    inputs = {
+        path: f"{path}, which {held['of']} depends on, was {value} when it began, and is {held['value']} now"
+        for path, (value, held) in other.items()
+        if value != held["value"]
+    }
+    was, is_now = (each.get("plain", {}) for each in (before, now))
+    plain = [
+        f"{path} ({was[path]}, now {value})"
+        for path, value in is_now.items()
+        if path not in inputs and was.get(path, value) != value
+    ]
+    return Lost(weights, list(inputs.values()), plain)

@@ -1,0 +1,179 @@
+"""The files that ranks of this node leave for the next generation: where they lie, and how much room there is.
+
+    MEMORY/run-0-generation-3-1f2e/measures-0002          what rank 2 has measured, see `measures_journal`
+    MEMORY/run-0-generation-3-1f2e/copied-measures-0005   the same of a rank of another host, see `copied_measures`
+    MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
+    MEMORY/run-0-generation-3-1f2e/mirror-0002            the part of rank 2 after the last two steps, see `mirror`
+    MEMORY/run-0-generation-3-1f2e/left-0002              the part of rank 2 when another one died, as under hsdp
+    MEMORY/run-0-generation-3-1f2e/suspect                its ranks held different bits: none of its states is used
+    MEMORY/run-0-generation-3-1f2e/why-not-0001           why rank 1 has left no state when another one died
+
+If the memory has too little room, a state is written to the run directory, under ``emergency``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from lockstep.checkpoint import LOCAL, checksums_in, list_checkpoints, read_manifest, read_part_head
+from lockstep.errors import LockstepError
+from lockstep.launch_contract import LEFT_STATE
+from lockstep.memory_use import host_memory
+from lockstep.run.recovery.copied_measures import COPIED
+from lockstep.run.recovery.measures_journal import Journal, read_journal
+from lockstep.run.recovery.mirror import MIRROR_PARTS
+from lockstep.run.recovery.newest_state import NOT_USED, Left, LeftState
+
+#: How long a rank waits for others of its node, each of which may write a state.
+_TURN_S = 60.0
+_POLL_S = 0.01
+_STATE = "state-"
+_MEASURES = "measures-"
+_LEFT = "left"
+_WHY_NOT = "why-not-"
+#: The part of the free memory that a state may take.
+_SHARE = 0.8
+
+
+class EmergencyFiles:
+    """The files of one run on this node; `own` is made for those of this generation.
+
+    Args:
+        memory: directory in the host's memory, which the ranks of one launcher share.
+        run_dir: the run directory, which may be that of other nodes, too.
+        run: distinguishes the runs of one script.
+        generation: the name of this generation, another one each time.
+    """
+
+    def __init__(self, memory: Path, run_dir: Path, run: str, generation: str) -> None:
+        self._memory: Final = memory
+        self._run_dir: Final = run_dir / "emergency"
+        self._run: Final = run
+        self._name: Final = f"{run}-generation-{generation}"
+        #: Directory of this generation in the memory.
+        self.own: Final = memory / self._name
+        with contextlib.suppress(OSError):
+            self.own.mkdir(parents=True, exist_ok=True)
+
+    def measures(self, rank: int) -> Path:
+        """Where ``rank`` writes what it measures."""
+        return self.own / f"{_MEASURES}{rank:04d}"
+
+    def part(self, rank: int) -> Path:
+        """Where ``rank`` writes its part of a state."""
+        return self.own / f"{_LEFT}-{rank:04d}"
+
+    def state(self, node_rank: int, size_bytes: int) -> Path | None:
+        """Directory for a whole state of ``size_bytes``, by a rank of that node; None: there is no room for it."""
+        place = self._memory
+        if size_bytes > self.room():
+            self._run_dir.mkdir(exist_ok=True)
+            place = self._run_dir
+            if size_bytes > LOCAL.free_bytes(place):
+                return None
+        # Ranks of other nodes, which may have the same run directory, do not wait for their turn here.
+        return place / self._name / f"{_STATE}{node_rank}"
+
+    def room(self) -> int:
+        """How many bytes of the memory may be taken."""
+        return int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Held by one rank of this node at a time; the kernel releases the lock of a rank that is killed.
+
+        Raises:
+            BlockingIOError: if the others take too long.
+        """
+        lock = os.open(self._memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            end_s = time.monotonic() + _TURN_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end_s:
+                        raise
+                    time.sleep(_POLL_S)
+            yield
+        finally:
+            os.close(lock)
+
+    def suspect(self, why: str) -> None:
+        """No state of this generation is to be used."""
+        (self.own / "suspect").write_text(why)
+
+    def note_why_not(self, rank: int, why_not: str) -> None:
+        """``rank`` leaves no state, for a reason that the user is to know. Nothing is noted where there is no room."""
+        text = f"rank {rank} left no state when another one died: {why_not}"
+        # That the memory takes nothing may be what is to be said.
+        for place in (self.own, self._run_dir / self._name):
+            with contextlib.suppress(OSError):
+                place.mkdir(parents=True, exist_ok=True)
+                (place / f"{_WHY_NOT}{rank:04d}").write_text(text)
+                return
+
+    def note_left(self) -> None:
+        """A rank of this generation has left its state: the launcher sees that somebody can go on from it."""
+        with contextlib.suppress(OSError):
+            (self.own / LEFT_STATE).touch()
+
+    def own_states(self) -> list[LeftState]:
+        """The states that ranks of this generation have left so far."""
+        return self._states(self._name)
+
+    def left(self) -> Left:
+        """What earlier generations have left on this node."""
+        states: list[LeftState] = []
+        journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
+        suspect, why_not = [], []
+        for directory in self._before():
+            states += self._states(directory.name)
+            if (mark := directory / "suspect").exists():
+                suspect.append(directory.name)
+                why_not.append((directory.name, f"{NOT_USED}{mark.read_text()}"))
+            why_not += [(directory.name, path.read_text()) for path in sorted(directory.glob(f"{_WHY_NOT}*"))]
+            for found, name in ((journals, _MEASURES), (copied, COPIED)):
+                for path in directory.glob(f"{name}*"):
+                    found[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
+        unique = {state.path: state for state in states}  # a generation may have written to both places
+        return Left(tuple(unique.values()), journals, tuple(suspect), copied, tuple(why_not))
+
+    def remove_before(self) -> None:
+        """Remove the files of earlier generations."""
+        for directory in self._before():
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def _states(self, generation: str) -> list[LeftState]:
+        found = []
+        for place in (self._memory, self._run_dir):
+            roots = sorted((place / generation).glob(f"{_STATE}*"))
+            for one in (one for root in roots for one in list_checkpoints(root)):
+                with contextlib.suppress(LockstepError, OSError):
+                    manifest = read_manifest(one.path)
+                    found.append(LeftState.of(generation, str(one.path), manifest.about, checksums_in(manifest)))
+            for slot in (
+                one for kind in (*MIRROR_PARTS, _LEFT) for one in (place / generation).glob(f"{kind}-*/slot-*")
+            ):
+                with contextlib.suppress(OSError):
+                    if (head := read_part_head(slot)) is not None:
+                        found.append(LeftState.of(generation, head.path, head.about, {}))
+        return found
+
+    def _before(self) -> list[Path]:
+        """The directories of earlier generations, in the memory and in the run directory."""
+        every = [path for place in (self._memory, self._run_dir) for path in place.glob(f"{self._run}-generation-*")]
+        return [path for path in every if path.name != self._name]
+
+
+def free_memory() -> int:
+    """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
+    return host_memory().host_free or 0

@@ -1,0 +1,413 @@
+"""No step is lost when a rank dies: the survivors save the state of the last finished step for the next generation.
+
+    a rank dies                the next collective call of the others fails, and they hold the state of the last step
+    one survivor at a time     writes this state into memory, as a checkpoint is written, unless another one has
+    ... or, with ``mirror``    each rank has copied its part into memory after the step, where it outlives the rank
+    the next generation        all ranks list the states on their nodes; the newest complete one is loaded, and sent
+                               to nodes that have none; without one, the newest checkpoint is loaded
+    two steps later            the files of the dead generation are removed
+
+`emergency_files` says where each of these files lies.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+import torch
+
+from lockstep.checkpoint import (
+    FlatTree,
+    PartWriter,
+    StateTree,
+    save_whole,
+)
+from lockstep.collectives import Group
+from lockstep.errors import DifferentCalls, MismatchError, NonFiniteError
+from lockstep.formatting import format_ranks
+from lockstep.launch_contract import EMERGENCY
+from lockstep.peer_failure import is_peer_failure
+from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
+from lockstep.run.recovery.copied_measures import CopiedMeasures, open_copied_measures
+from lockstep.run.recovery.emergency_files import EmergencyFiles
+from lockstep.run.recovery.left_behind import LeftBehind
+from lockstep.run.recovery.measures_journal import Measured, MeasuresJournal, Sums
+from lockstep.run.recovery.mirror import Mirror, open_mirror
+from lockstep.run.recovery.newest_state import NOT_USED, Left, choose, differing
+from lockstep.run.recovery.resume_point import ResumePoint, described
+from lockstep.settings import Settings
+from lockstep.strategies import StatePart, Strategy
+from lockstep.world import World
+
+#: Errors that may end all ranks at once, each of which still holds the last finished step.
+_SPARE_THE_STATE: Final = (DifferentCalls, NonFiniteError)
+
+Own = Callable[[StatePart], StateTree]
+"""What lies on this rank of the state."""
+About = Callable[[], StateTree]
+"""What is said of it, see `LeftState.of`."""
+
+
+class Emergency(Protocol):
+    """Saves the state of the last finished step when another rank dies, and finds it in the next generation.
+
+    Not collective, except where a method says so.
+    """
+
+    notes: bool  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
+    part: StatePart | None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
+
+    def protect(self) -> str:
+        """Try again what was refused at the start; says what has changed. Collective, and at once where all is well.
+
+        Returns:
+            In a few words, why the death of a rank would lose steps; "" where it would not, or was never to.
+        """
+        ...
+
+    def note(self, step: int) -> None:
+        """Write down what was measured so far in ``step``, whose gradients are summed next."""
+        ...
+
+    def note_late(self, step: int) -> None:
+        """Write down, at the end of the loop's body, what ``step`` has measured since its gradients were summed."""
+        ...
+
+    def discard(self) -> None:
+        """The step in work is discarded, with whatever was noted of it."""
+        ...
+
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
+        """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
+
+        It is there when the next `note` returns, and with the setting ``mirror`` on another host, too: where one rank
+        has finished a step, all have the one before. The ``buffers`` of models, which the next forward pass may change,
+        are copied before this returns.
+        """
+        ...
+
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
+        """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
+
+        Likewise if it is one that may end all ranks at once and leaves their states as they are.
+
+        ``about`` gives the description that is saved with it, see `LeftState.of`.
+        """
+        ...
+
+    def find(self) -> LeftBehind | None:
+        """The newest complete state that earlier generations have left; None if there is none. Collective."""
+        ...
+
+    def forget_before(self) -> None:
+        """Remove the files of earlier generations, which are not needed any more."""
+        ...
+
+    def close(self) -> None:
+        """Close all files."""
+        ...
+
+
+class NoEmergency(Emergency):
+    """For a run that no launcher restarts: saves nothing and finds nothing."""
+
+    notes = False
+    part: StatePart | None = None
+
+    def protect(self) -> str:
+        """Nothing was promised."""
+        return ""
+
+    def note(self, step: int) -> None:
+        """Nothing."""
+
+    def note_late(self, step: int) -> None:
+        """Nothing."""
+
+    def discard(self) -> None:
+        """Nothing."""
+
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
+        """Nothing."""
+
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
+        """Nothing."""
+
+    def find(self) -> LeftBehind | None:
+        """None."""
+        return None
+
+    def forget_before(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class EmergencyMemory(Emergency):
+    """Saves states in a directory of this host's memory, which the ranks of one launcher share. Collective to make.
+
+    Args:
+        memory: the directory.
+        run_dir: where a state is written if the memory has too little room.
+        group: all ranks.
+        world: the place of this rank.
+        metrics: the losses and metrics of the pass.
+        part: what this rank holds of the state after each step; None: it cannot tell by itself.
+        writes: whether ranks that survive hold the whole state together.
+        say: tells the user something.
+        log_every: number of steps after which recent means are logged; None: never.
+        checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
+        on_two_hosts: whether what is mirrored is kept on another host as well; else only what is measured is.
+    """
+
+    def __init__(
+        self,
+        memory: Path,
+        run_dir: Path,
+        group: Group,
+        world: World,
+        metrics: PassMetrics,
+        *,
+        part: StatePart | None,
+        writes: bool,
+        say: Callable[[str], None],
+        log_every: int | None,
+        checkpoint: str = "",
+        on_two_hosts: bool = False,
+    ) -> None:
+        self._group: Final = group
+        self._world: Final = world
+        self._metrics: Final = metrics
+        self._log_every: Final = log_every
+        # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
+        mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
+        run = f"run-{zlib.crc32(os.fsencode(checkpoint)):08x}"  # a script may open several
+        self._files: Final = EmergencyFiles(memory, run_dir, run, f"{world.generation}-{mark}")
+        self.notes, self.part = writes, part
+        self._say: Final = say
+        self._journal: MeasuresJournal | None = None
+        self._copied: CopiedMeasures | None = None
+        self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
+        self._step = 0  # that was noted last
+        self._of_step: list[Measured] = []
+        if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
+            self._copied = open_copied_measures(self._files.own, group, world, say)
+        self._refused: tuple[str, ...] = ("not tried yet",) if writes else ()  # why, of each rank; the same on all
+        self.protect()
+        self._mirror: Final[Mirror | None] = (
+            None
+            if part is None
+            else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=on_two_hosts)
+        )
+
+    def protect(self) -> str:
+        """See `Emergency.protect`."""
+        if any(self._refused):
+            before = self._refused
+            self._refused = tuple(self._group.gather_objects(self._open_journal(), "emergency memory"))
+            if why_not := next(filter(None, self._refused), ""):
+                if self._refused != before:
+                    self._say(
+                        f"{self._who()} cannot keep in memory what is measured ({why_not}): if a rank dies, the steps "
+                        "since the last checkpoint are lost. It is tried again at each save"
+                    )
+            elif "not tried yet" not in before:
+                self._say("emergency memory can be written again: if a rank dies, no step is lost")
+        return f"{self._who()} without emergency memory" if any(self._refused) else ""
+
+    # ---- while it trains -----------------------------------------------------------------------------------------
+
+    def note(self, step: int) -> None:
+        """See `Emergency.note`. Takes some microseconds on a CPU; with a GPU it waits for the device."""
+        if self._mirror is not None:
+            self._mirror.finish()
+        journal, metrics = self._journal, self._metrics
+        if not self.notes:
+            return
+        measured = self._measured()
+        if self._step != step:
+            self._step, self._of_step = step, []
+        self._of_step += measured
+        if journal is None:
+            return
+        if metrics.train is not self._train or not journal.takes(measured):
+            self._train, measured = metrics.train, self._of_step
+            self._begin(journal, step - 1, measured)
+        journal.note(step, measured)
+        if self._copied is not None:
+            self._copied.exchange()
+
+    def note_late(self, step: int) -> None:
+        """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
+        journal = self._journal
+        if not self.notes or not self._metrics.has_called:
+            return
+        measured = self._measured()
+        if journal is None:
+            return
+        if journal.takes(measured):
+            journal.note(step, measured, late=True)
+        else:
+            self._begin(journal, step, measured, late=True)
+        if self._copied is not None:
+            self._copied.exchange()
+
+    def discard(self) -> None:
+        """Forget what was noted of the step in work: the next note takes its place."""
+        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
+
+    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
+        """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
+        if self.part is not None and self._mirror is not None:
+            sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
+            self._mirror.begin(own(self.part), about(), sums, buffers)
+
+    def _who(self) -> str:
+        return format_ranks([rank for rank, why_not in enumerate(self._refused) if why_not])
+
+    def _open_journal(self) -> str:
+        """Begin to write down what this rank measures, unless it does; returns why that cannot be done, or ""."""
+        if self._journal is None:
+            try:
+                self._files.own.mkdir(parents=True, exist_ok=True)
+                repeat = None if self._copied is None else self._copied.write
+                self._journal = MeasuresJournal(self._files.measures(self._group.rank), repeat)
+                self._train = None  # the next note begins with all that was measured
+            except OSError as error:
+                return f"{error.filename or self._files.own}: {error.strerror}"
+        return ""
+
+    def _measured(self) -> list[Measured]:
+        return [
+            Measured(name, float(value), int(weight), int(count))
+            for name, value, weight, count in self._metrics.take_added()
+        ]
+
+    def _begin(self, journal: MeasuresJournal, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
+        sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
+        names = dict.fromkeys([*sums.train, *sums.recent, *(one.name for one in measured)])
+        journal.begin(step, sums, names, late=late)
+
+    def forget_before(self) -> None:
+        """Remove the files of earlier generations, once for the ranks of this node."""
+        if self._world.local_rank == 0:
+            self._files.remove_before()
+
+    def close(self) -> None:
+        """Close the journal and the mirror; what they have written stays for the next generation."""
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        if self._copied is not None:
+            self._copied.close()
+            self._copied = None
+        if self._mirror is not None:
+            self._mirror.close()
+
+    # ---- when a rank is lost -------------------------------------------------------------------------------------
+
+    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
+        """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user.
+
+        Where no state is left, the reason is: the next generation says it.
+        """
+        if not self.notes and (self._mirror is None or not self._mirror.is_used):
+            return
+        why_not = ""
+        try:
+            if self._copied is not None:
+                self._copied.take_in()
+            if isinstance(error, MismatchError) and not isinstance(error, DifferentCalls):
+                self._files.suspect(str(error))
+            elif self.part is not None and (is_peer_failure(error) or isinstance(error, _SPARE_THE_STATE)):
+                if (flat := point.take()) is None:
+                    why_not = point.why_not
+                else:
+                    with self._files.turn():
+                        self._leave(flat, about() | {"part": self.part.number, "parts": self.part.of})
+                    self._files.note_left()
+        except Exception as raised:  # noqa: BLE001 - the script's own objects tell their state here: it may be anything
+            why_not = described(raised)
+        if why_not:
+            self._files.note_why_not(self._group.rank, why_not)
+
+    def _leave(self, flat: FlatTree, about: StateTree) -> None:
+        if about["parts"] > 1:
+            writer = PartWriter(self._files.part(self._group.rank))
+            writer.begin(about["step"], about, flat)
+            writer.close()
+            return
+        newest = (about["step"], about["turn"])
+        for there in (state for state in self._files.own_states() if state.sums is None):
+            if (there.step, there.turn) > newest:
+                return
+            if (there.step, there.turn) == newest:
+                if there.checksums != flat.checksums():
+                    self._files.suspect(f"ranks {there.rank} and {self._group.rank} differ after step {there.step}")
+                return
+        directory = self._files.state(self._world.node_rank, flat.size_bytes)
+        if directory is not None:
+            save_whole(directory, flat, about["step"], about)
+
+    # ---- when the next generation starts -------------------------------------------------------------------------
+
+    def find(self) -> LeftBehind | None:
+        """The newest complete state that ranks of any node have left; None if there is none. Collective."""
+        own = self._files.left() if self._world.local_rank == 0 else Left()
+        nodes = self._group.gather_objects(own, "what survivors have left")
+        choice = choose(nodes, self._log_every)
+        said = [one for node in nodes for one in node.why_not]
+        said += [(generation, f"{NOT_USED}those of two hosts differ") for generation in differing(nodes)]
+        if choice is None and not said and (states := [state for node in nodes for state in node.states]):
+            newest = max(states, key=lambda state: state.step)
+            missing = (
+                f"step {newest.step}, which survivors have left, lacks a part, or what a rank that died had measured"
+            )
+            said.append((newest.generation, missing))
+        for generation, why_not in dict.fromkeys(said):
+            if choice is None or choice.state.generation != generation:
+                self._say(why_not)
+        return None if choice is None else LeftBehind(self._group, choice)
+
+
+def open_emergency(
+    settings: Settings,
+    env: Mapping[str, str],
+    group: Group,
+    world: World,
+    strategy: Strategy,
+    metrics: PassMetrics,
+    say: Callable[[str], None],
+) -> Emergency:
+    """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
+    if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
+        return NoEmergency()
+    return EmergencyMemory(
+        Path(env[EMERGENCY]),
+        Path(world.run_dir),
+        group,
+        world,
+        metrics,
+        part=strategy.state_part,
+        writes=writes_emergency(env, settings, group, strategy),
+        say=say,
+        log_every=None if settings.log_every is None else int(settings.log_every.every),
+        checkpoint=str(settings.checkpoint or world.run_dir),
+        on_two_hosts=settings.mirror,
+    )
+
+
+def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
+    """Whether this rank saves its part of the state when another rank dies: others hold what the dead one held.
+
+    With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
+    behind its host.
+    """
+    wanted, part = EMERGENCY in env and settings.emergency, strategy.state_part
+    return wanted and group.over_cpu and part is not None and part.of < group.size

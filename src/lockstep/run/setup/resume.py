@@ -1,0 +1,211 @@
+"""The start of training: everything is registered by then, so that a checkpoint can be loaded."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM, SAVE_ONLY
+from lockstep.run.checks.script_options import ScriptOptions
+from lockstep.run.inputs.rank_reads import require_no_ranks
+from lockstep.run.metrics.run_log import RunLog
+from lockstep.run.proofs.resume_proof import ResumeProof
+from lockstep.run.recovery.left_behind import LeftBehind
+from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.identity import compare_devices, compare_ranks, device_of_bits
+from lockstep.run.state.snapshot import RunSnapshot
+from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
+
+
+class TrainingStart:
+    """Compares the ranks' scripts, resumes from a checkpoint, and listens to signals from then on; once."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        snapshot: RunSnapshot,
+        log: RunLog,
+        proof: ResumeProof,
+    ) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._snapshot: Final = snapshot
+        self._position: Final = context.position
+        self._identity: Final = context.identity
+        self._log: Final = log
+        self._proof: Final = proof
+        self._save_stop: Final = context.save_stop
+        self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
+        self._options: ScriptOptions | None = None
+        self._left_tree: StateTree | None = None  # what survivors have left, if the run goes on from that
+        self.done = False
+        self.stopped = False  #: whether the run was to save what survivors have left, and no more
+        self.resumed_at_end = False  #: whether the resumed pass had no micro-batch left, and no other pass has begun
+
+    @property
+    def resumes_within_turn(self) -> bool:
+        """Whether the script repeats what stands in a turn of its outer loop before the pass that goes on."""
+        return self._tree_within_turn is not None
+
+    def refuse_late(self, method: str) -> None:
+        """Check that the training has not started; the script calls ``method``.
+
+        Raises:
+            UsageError: if it has.
+        """
+        if self.done:
+            raise UsageError(f"run.{method}(...) after the training began: call it before run.epochs(...)")
+
+    def begin(self) -> None:
+        """Start the training, unless that is done. Collective."""
+        if self.done:
+            return
+        if not self._state.models:
+            raise UsageError("no model yet: call `model = run.model(model)` before the loop")
+        self.done = True
+        self._state.require_same_dtypes()
+        self._state.note_attributes(self._context.device)
+        self._state.look_for_schedulers(sys._getframe())
+        require_no_ranks(self._context.inputs.read_script(sys._getframe()), self._context.reporter.say)
+        self._context.kernels.begin()
+        self._identity.note_script(self._state.optimizers, self._state.models)
+        self._options = ScriptOptions(self._state)
+        compare_ranks(self._context.group, self._identity.script)
+        if self._context.settings.reduction == "exact":
+            compare_devices(self._context.group, device_of_bits(self._context.device, os.environ))
+        left = self._resume()
+        self._log.open(self._position.progress.step)
+        if left is not None:
+            self._log_what_may_be_missing(left)
+        self._context.reporter.unprotected = self._context.emergency.protect()
+        self._context.leaves.open()
+        if self._context.directory and (why := os.environ.get(SAVE_ONLY)):
+            self._leave_saved(left, why)
+        if self._context.directory:
+            # Not before: while there is nothing to save, signals do what they do without Lockstep.
+            if threading.current_thread() is threading.main_thread():
+                self._context.stop_requests.listen()
+            self._save_stop.open()
+
+    def _leave_saved(self, left: LeftBehind | None, why: str) -> None:
+        """What survivors have ``left`` becomes a checkpoint, and the run is over. Collective.
+
+        Raises:
+            SystemExit: with code 75, once a checkpoint holds it.
+            CheckpointError: if it could not be saved.
+        """
+        context, step, tree = self._context, self._position.progress.step, self._left_tree
+        if left is not None and tree is not None:
+            context.checkpointer.save(lambda: tree, step, left.about, again=False, protect=self._position.best.step)
+
+        def leave() -> None:
+            position, committed = self._position, context.checkpointer.committed_step
+            context.reporter.show("stopped", position.progress, position.length, position.loss, committed)
+            self._save_stop.final_barrier()
+
+        self.stopped = True
+        context.checkpointer.stop(step, why, leave)
+
+    def finish_resume(self) -> bool:
+        """The pass goes on: what the script has done since the start must not count within a turn.
+
+        Returns:
+            Whether the pass had been left by ``break`` when the checkpoint was saved.
+        """
+        tree, self._tree_within_turn = self._tree_within_turn, None
+        if tree is None:
+            return False
+        self._restore(tree)
+        self._snapshot.restore_evaluations(tree)
+        return self._position.is_left
+
+    def require_resumed(self) -> None:
+        """Check that the script has reached the pass in which the checkpoint was taken.
+
+        Raises:
+            CheckpointError: if the turn of its outer loop is over and it has not.
+        """
+        if self.resumes_within_turn:
+            raise CheckpointError(
+                f"the checkpoint of step {self._position.progress.step} was taken in a loop over run.train(...) that "
+                "this script did not come to again: it has other loops, or their order depends on what is in no "
+                "checkpoint. Use the previous script, run.keep(...) what decides, or start over with --fresh"
+            )
+
+    def _log_what_may_be_missing(self, left: LeftBehind) -> None:
+        """The leader may have died before it wrote what the others had taken for logged. Collective."""
+        if not left.turn:
+            self._log.write_recent()
+            if self._tree_within_turn is not None:
+                metrics = self._context.metrics
+                if not metrics.recent.own():
+                    self._tree_within_turn["recent"] = {}
+                self._tree_within_turn["norms"]["are_logged"] = metrics.norms_state()["are_logged"]
+        for step, epoch, values in left.rows:
+            self._log.write(dict(values), step, epoch)
+
+    def _resume(self) -> LeftBehind | None:
+        """What survivors have left, if the run goes on from that."""
+        checkpointer = self._context.checkpointer
+        trial = current_trial()
+        # A trial goes on from what it has saved, whichever worker begins it again.
+        restarted = self._context.world.generation > 0 or trial is not None
+        # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
+        once = self._context.world.run_dir is not None or not restarted
+        back_to = os.environ.get(RESUME_FROM) if once and trial is None else None
+        left = self._context.emergency.find() if restarted and not back_to else None
+        tree = checkpointer.resume(
+            asked=restarted or os.environ.get(RESUME) == "1" or back_to is not None,
+            fresh=os.environ.get(FRESH) == "1" and not restarted,
+            back_to=back_to,
+            left=left,
+        )
+        if tree is None:
+            if trial is not None and trial.inherits is not None:
+                self._inherit(trial, trial.inherits)
+            return None
+        checkpointer.compare(self._identity.script, within_pass=())
+        self._proof.resumed()
+        changed, options = self._restore(tree)
+        for text in options:
+            self._context.reporter.say(text)
+        if changed:
+            self._context.reporter.say(
+                f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
+                "learned or was in training mode, or not, when the checkpoint was saved, and the script has it "
+                "otherwise: the checkpoint holds"
+            )
+        self._tree_within_turn = tree if self._snapshot.restore_position(tree) else None
+        if left is None or checkpointer.resumed_from is not left:
+            return None
+        self._left_tree = tree if os.environ.get(SAVE_ONLY) else None
+        return left
+
+    def _restore(self, tree: SavedTree) -> tuple[list[str], list[str]]:
+        """Put back what a checkpoint holds, with the script's options of optimizers if these are to hold. Collective.
+
+        Returns:
+            See `RunSnapshot.restore`, and texts about options.
+        """
+        changed = self._snapshot.restore(tree)
+        assert self._options is not None, "the training has begun"
+        began = (self._context.checkpointer.resumed or self._identity.script)["optimizers"]
+        script_holds = self._context.settings.resume_options == "script"
+        self._identity.script["optimizers"], said = self._options.settle(began, script_holds=script_holds)
+        return changed, list(dict.fromkeys(said))
+
+    def _inherit(self, trial: CurrentTrial, parent: Path) -> None:
+        """Begin with the weights of the run of this place in another trial, whose directory is ``parent``."""
+        context = self._context
+        directory = directory_of_run(parent, len(trial.reports_of_runs) - 1)
+        others = Checkpoints(directory / CHECKPOINTS, context.group, keep=1, say=context.reporter.say)
+        saved = others.newest()
+        if saved is None:
+            raise CheckpointError(f"{directory} holds no whole checkpoint, whose weights this trial is to begin with")
+        self._state.load_models(others.load(saved), context.strategy)
+        context.reporter.say(f"begins with the weights of {saved.path}")

@@ -1,0 +1,191 @@
+"""The end of a run: what is not saved yet is saved, everything is closed, and an error says what it can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from lockstep.error_advice import add_advice
+from lockstep.errors import LockstepError, TrialStopped
+from lockstep.run.batches.loaders import Loaders
+from lockstep.run.benchmark.measurement import Measurement
+from lockstep.run.checks.oom_advice import MemoryPeak, add_memory_advice, staying_bytes, wanted_bytes
+from lockstep.run.checks.outside_forward import method_of
+from lockstep.run.loop.end_of_step import EndOfStep
+from lockstep.run.loop.train_step import TrainStep
+from lockstep.run.metrics.metric_means import explain_missing
+from lockstep.run.metrics.run_log import RunLog
+from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.error_file import silence_interrupt, write_torchelastic_error
+from lockstep.run.setup.resume import TrainingStart
+from lockstep.script_end import forget
+
+_RESUMED_AT_END: Final = (
+    "this run has resumed at the end of a pass, from a checkpoint of its last step: the loop over run.train(...) had "
+    "no micro-batch left, and variables of the script are what they were before the loop. The means of "
+    "run.measure(...) are in run.metrics there, and objects given to run.keep(...) are restored"
+)
+
+
+class Shutdown:
+    """Closes a run, well or after an error."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        loaders: Loaders,
+        start: TrainingStart,
+        train_step: TrainStep,
+        end_of_step: EndOfStep,
+        log: RunLog,
+        end_open_pass: Callable[[], None],
+        measurement: Measurement | None = None,
+    ) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._loaders: Final = loaders
+        self._start: Final = start
+        self._train_step: Final = train_step
+        self._end_of_step: Final = end_of_step
+        self._position: Final = context.position
+        self._log: Final = log
+        self._end_open_pass: Final = end_open_pass  # of a script that goes through it by `next`
+        self._save_stop: Final = context.save_stop
+        self._measurement: Final = measurement
+        self._closed = False
+        self._process: Final = os.getpid()
+
+    def close(self, error: BaseException | None) -> None:
+        """See `Run.close` and `Run.__exit__`; in a process that the script has forked, which is no rank, nothing."""
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        forget(self.close)
+        context = self._context
+        # sys.exit() without a complaint is an end like any other.
+        # At the end of a script the exit by which the run was stopped is not known.
+        ends_well = not (self._end_of_step.stopped or self._start.stopped) and (
+            error is None or (isinstance(error, SystemExit) and not error.code)
+        )
+        try:
+            if error is not None:
+                self._leave_state(error)
+            try:
+                if error is None:
+                    self._end_open_pass()
+            finally:
+                self._train_step.close()
+                context.marker.set_phase("exit")
+            if ends_well:
+                context.leaves.agree()
+                context.leaves.leave("ended the run", self._position.progress.step, error)
+                context.leaves.agree()
+                self._finish()
+            else:
+                context.checkpointer.abandon()
+                self._report(error)
+        finally:
+            self._save_stop.close()
+            context.leaves.close()
+            context.stop_requests.unlisten()
+            self._loaders.close()
+            if self._measurement is not None:
+                self._measurement.close()
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.close()
+            is_stopped = error is None or isinstance(error, SystemExit)
+            self._log.close("ended" if ends_well else "stopped" if is_stopped else "failed")
+            # After an error, a GPU may wait for what never comes.
+            waits = error is None or type(error) in (SystemExit, TrialStopped) or context.device.type == "cpu"
+            if waits and context.profiler is not None:
+                context.profiler.close(failed=error is not None)
+            context.kernels.release()
+            context.reporter.close()
+            context.emergency.close()
+            context.checkpointer.release()
+            if waits:
+                try:
+                    context.strategy.close()
+                finally:
+                    context.group.close()
+            context.marker.set_phase("script")
+            context.marker.set_step(-1)
+
+    def _leave_state(self, error: BaseException) -> None:
+        """If another rank is gone: the next generation goes on from what this one still holds."""
+        if self._train_step.current is not None:
+            self._train_step.leave()
+        phase = self._context.marker.set_phase("save")
+        self._context.emergency.leave(error, self._end_of_step.point, self._end_of_step.about_left)
+        self._context.marker.set_phase(phase)
+
+    def _finish(self) -> None:
+        checkpointer, step = self._context.checkpointer, self._position.progress.step
+        if self._start.done:
+            self._position.is_left = False  # to be gone on with, if the script leaves `epochs` and the run in it
+            if not self._position.ended and any(one.stopped for one in self._state.early_stopping.values()):
+                self._position.ended = True
+                self._end_of_step.note_end()
+            self._end_of_step.finish_last()
+            if self._train_step.transcript is not None:
+                self._train_step.transcript.finish()
+            length = self._position.length
+            if step and not self._end_of_step.steps and (length.epochs is not None or length.steps is not None):
+                self._context.reporter.say(f"it was complete already, at step {step}: nothing was trained")
+        checkpointer.close()
+        missing = self._start.done and not checkpointer.has(step)
+        self._end_of_step.show("unsaved" if missing else "done")
+        self._save_stop.final_barrier()
+        if missing:
+            self._context.reporter.close()  # what is missing is the last line
+            checkpointer.leave_without(step)
+
+    def _report(self, error: BaseException | None) -> None:
+        """Tell the user why the run ends, unless the user interrupted it.
+
+        Raises:
+            SystemExit: with code 75, for an interrupt of a run that was asked to stop, and whose last step is saved.
+        """
+        context = self._context
+        if isinstance(error, KeyboardInterrupt):
+            step, saved = self._position.progress.step, self._context.checkpointer.committed_step()
+            if saved == step and (reason := self._context.stop_requests.reason()):
+                self._end_of_step.show("stopped")  # the launcher learns of it, too
+                self._context.checkpointer.leave_stopped(step, reason)
+            self._context.reporter.say(
+                f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
+            )
+            silence_interrupt()
+        elif isinstance(error, Exception) and not isinstance(error, TrialStopped):
+            if isinstance(error, torch.OutOfMemoryError):
+                self._advise(error)
+            method = method_of(error, self._state.models)
+            if note := self._context.strategy.explain(error, method) or explain_missing(error, self._position.metrics):
+                error.add_note(note)
+            if parted := context.leaves.explain(error):
+                error.add_note(parted)
+            if self._start.resumed_at_end and not isinstance(error, LockstepError):
+                error.add_note(_RESUMED_AT_END)
+            add_advice(error)
+            write_torchelastic_error(error, os.environ)
+
+    def _advise(self, error: torch.OutOfMemoryError) -> None:
+        """``error`` says, too, which settings would fit."""
+        plan, device = self._context.plan.plan, self._context.device
+        if plan is None or device.type != "cuda":
+            return
+        parameters = [p for model in self._state.models for p in model.parameters()]
+        states = [v for o in self._state.optimizers for s in o.state.values() for v in s.values()]
+        kept = [*parameters, *(v for v in states if isinstance(v, torch.Tensor))]
+        peak = MemoryPeak(
+            peak=torch.cuda.max_memory_allocated(device) + wanted_bytes(error),
+            stays=staying_bytes(kept, [p for p in parameters if p.requires_grad]),
+            total=torch.cuda.get_device_properties(device).total_memory,
+            micro_batch=plan.micro_batch,
+            global_batch=plan.global_batch,
+            precision=self._context.settings.precision,
+        )
+        add_memory_advice(error, peak)

@@ -1,0 +1,393 @@
+"""What a script's objects hold, seen without running any of their code, and what of it has changed between two looks.
+
+look({"model": model, "callback": callback})    {"model.tau": ..., "callback.calls": ..., "callback.seen[3]": ...}
+...                                             the script does something
+changed(before, now)                            ["callback.calls", "model.tau", ...]
+
+A change of one of these is no fault by itself: loop variables and lists of losses change in every script. The names
+are for a message about a difference that was found otherwise, and for what must not change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import inspect
+import io
+import itertools
+import operator
+import os
+import random
+import sys
+import zlib
+from argparse import Namespace
+from array import array
+from collections import UserDict, UserList, deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
+from multiprocessing.sharedctypes import Synchronized
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MemberDescriptorType,
+    MethodType,
+    MethodWrapperType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, Final, NamedTuple
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import numpy as np
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lockstep.heartbeat import own_lines
+from lockstep.run.checks.divergence import checksum
+
+_MOST_ITEMS: Final = 500  # of one list or dict
+_VISITS: Final = 5  # objects that are looked at for each mark
+SMALL: Final = 1 << 20  #: elements of a tensor or an array that are read
+_NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+#: The methods of Python's own objects, such as `itertools.count().__next__`.
+BUILTIN_METHODS: Final = (BuiltinFunctionType, MethodWrapperType)
+_NO_STATE: Final = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType)
+#: Packages whose functions and objects lead to all of the process, or are no state of a script; but for these of them.
+_FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "numpy", "tqdm"}
+_FOREIGN_TORCH: Final = (
+    "torch._",
+    "torch.autograd",
+    "torch.distributed",
+    "torch.fx",
+    "torch.jit",
+    "torch.utils.data.dataloader",
+)
+_HOLDERS: Final = (
+    dict,
+    list,
+    tuple,
+    set,
+    deque,
+    MethodType,
+    GeneratorType,
+    functools.partial,
+    SimpleNamespace,
+    Namespace,
+    UserDict,
+    UserList,
+    WeakKeyDictionary,
+    WeakValueDictionary,
+    type(os.environ),
+)
+#: Where `torch.nn.Module` has its parts, which users know by the names within.
+MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
+_ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
+
+
+TENSOR_RANK: Final = 2  #: the `Mark.rank` of one
+#: The `Mark.kind` of what may be a cache, which each rank fills by its own samples, and which grows.
+CACHES: Final = {"dict", "set", "OrderedDict", "defaultdict"}
+
+
+class Mark(NamedTuple):
+    """What was seen of one value; equal for equal values."""
+
+    rank: int  #: how little a change tells: 0 for a random generator, 1 a number or text, 2 a tensor, 3 a length
+    kind: str  #: the value's type
+    seen: object
+
+
+def look(
+    roots: Mapping[str, object],
+    *,
+    skip: Collection[int] = (),
+    but: tuple[type, ...] = (),
+    depth: int = 8,
+    limit: int = 20_000,
+) -> dict[str, Mark]:
+    """A mark of each number, text, tensor, array, generator and container within reach of ``roots``, by its path.
+
+    Seen are attributes, items, counters, and the variables that functions have from outside. What is reached by several
+    paths has the shortest one. No code of the objects is run, and nothing is raised. Takes some microseconds for each
+    value, and a pass over each small tensor of the CPU; waits for no GPU.
+
+    Args:
+        roots: objects by the names that paths begin with.
+        skip: the `id` of each object that is left out, with what it holds.
+        but: kinds of objects that are left out so.
+        depth: how many steps from a root.
+        limit: of marks; those nearest to the roots are made.
+    """
+    marks: dict[str, Mark] = {}
+    seen = set(skip)
+    waiting = deque((name, value, depth) for name, value in roots.items())
+    for _ in range(_VISITS * limit):  # an object may make new ones whenever it is looked at
+        if not waiting or len(marks) >= limit:
+            break
+        path, value, left = waiting.popleft()
+        is_number = type(value) in _NUMBERS  # of which one object may be the value of many variables
+        if not is_number and (id(value) in seen or issubclass(type(value), but)):
+            continue
+        if (mark := mark_of(value)) is not None:
+            marks[path] = mark
+        if not is_number:
+            seen.add(id(value))
+            waiting.extend((path + step, part, left - 1) for step, part in (parts_of(value) if left else ()))
+    return marks
+
+
+def find(
+    roots: Mapping[str, object],
+    kind: type | tuple[type, ...],
+    *,
+    skip: Collection[int] = (),
+    depth: int = 4,
+    limit: int = 3000,
+) -> dict[str, object]:
+    """The objects of a ``kind`` within reach of ``roots``, by the shortest path to each; without what they hold.
+
+    See `look`; ``limit`` is of objects that are looked at.
+    """
+    found: dict[str, object] = {}
+    seen = set(skip)
+    waiting = deque((name, value, depth) for name, value in roots.items())
+    while waiting and len(seen) < limit:
+        path, value, left = waiting.popleft()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if issubclass(type(value), kind):
+            found[path] = value
+        elif left and type(value) not in _NUMBERS:
+            waiting.extend((path + step, part, left - 1) for step, part in parts_of(value))
+    return found
+
+
+def changed(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> list[str]:
+    """The paths whose marks differ, those that tell most first: random generators, numbers, tensors, lengths.
+
+    Then the paths that only one of the two has.
+    """
+    both = [path for path in after if before.get(path, after[path]) != after[path]]
+    both.sort(key=lambda path: (min(before[path].rank, after[path].rank), path.count(".") + path.count("[")))
+    return [*both, *(path for path in after if path not in before), *(path for path in before if path not in after)]
+
+
+def script_roots(frame: FrameType | None) -> dict[str, object]:
+    """The variables of the script's functions that are running, from ``frame`` outward, by name.
+
+    And the globals that the code of the innermost one names; modules and classes are left out. Of two
+    variables with one name, the outer one is called ``function.name``.
+    """
+    roots: dict[str, object] = {}
+    for number, script in enumerate(script_frames(frame)):
+        variables = variables_of(script)
+        if number == 0:
+            used = (name for name in script.f_code.co_names if name in script.f_globals)
+            variables |= {name: script.f_globals[name] for name in used if name not in variables}
+        for name, value in variables.items():
+            if name.startswith("__") or issubclass(type(value), _NO_STATE):
+                continue
+            known = roots.get(name, value) is value
+            roots.setdefault(name if known else f"{script.f_code.co_name}.{name}", value)
+    return roots
+
+
+def script_frames(frame: FrameType | None) -> list[FrameType]:
+    """The frames of the script's functions that are running, from ``frame`` outward."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    own = own_lines([each.f_code.co_filename for each in reversed(frames)])
+    scripts = [frames[-1 - index] for index in reversed(own)]
+    # What runs the script is not the script.
+    ends = next((n for n, script in enumerate(scripts) if script.f_code.co_name == "<module>"), len(scripts))
+    return scripts[: ends + 1]
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of the function that runs in ``frame``, by name."""
+    held = frame.f_locals
+    variables = dict(held)
+    forget_snapshot(frame, held)
+    return variables
+
+
+def set_variables(frame: FrameType, values: Mapping[str, object]) -> None:
+    """Set variables of the function that runs in ``frame``."""
+    held = frame.f_locals
+    for name, value in values.items():
+        held[name] = value
+    # Before Python 3.13 that was a snapshot of the function's variables.
+    ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    forget_snapshot(frame, held)
+
+
+def forget_snapshot(frame: FrameType, held: dict[str, Any]) -> None:
+    """Let go of what ``frame.f_locals`` gave: before Python 3.13 the frame would keep all objects in it alive."""
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        held.clear()
+
+
+def mark_of(value: object) -> Mark | None:
+    """The mark of ``value``, without what it holds; None for an object with nothing to compare. Raises nothing."""
+    kind = type(value)
+    try:
+        for kinds, rank, see in _SEEN:
+            # Not `isinstance`, which asks the object itself: it may stand for another one, far away or gone.
+            if issubclass(kind, kinds):
+                return Mark(rank, kind.__qualname__, see(value))
+    except Exception:  # noqa: BLE001 - of a kind that nobody thought of, such as a tensor without storage
+        pass
+    return None
+
+
+def size_of(mark: Mark) -> str:
+    """The shape of a tensor, in words, if its ``mark`` tells."""
+    if not (tells_values(mark) and isinstance(mark.seen, tuple)):
+        return ""
+    return f" of shape {tuple(mark.seen[1])}"
+
+
+def tells_values(mark: Mark) -> bool:
+    """Whether the mark of a tensor is of its values; of a large one, or of one on a GPU, it is of the object."""
+    return mark.rank == TENSOR_RANK and isinstance(mark.seen, tuple) and not isinstance(mark.seen[1], int)
+
+
+def _seen_of(value: object) -> object:
+    return None if (mark := mark_of(value)) is None else mark.seen
+
+
+def is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor holds its values itself, all of them and here."""
+    return value.layout is torch.strided and not (value.is_nested or value.is_meta or hasattr(value, "to_local"))
+
+
+def _seen_of_tensor(value: torch.Tensor) -> object:
+    if is_plain(value) and value.device.type == "cpu" and value.numel() <= SMALL:
+        return value.dtype, value.shape, int(checksum(value))
+    return value.dtype, id(value), None if value.is_inference() else value._version
+
+
+def _seen_of_array(value: np.ndarray[Any, Any]) -> object:
+    if value.dtype.hasobject:  # its bytes are addresses
+        return value.shape, [repr(mark_of(item)) for item in value.reshape(-1)[:_MOST_ITEMS].tolist()]
+    return value.dtype.str, value.shape, _checksum(value.reshape(-1)[:: -(-value.size // SMALL) or 1].tobytes())
+
+
+def _seen_of_set(value: Any) -> object:
+    return len(value), sorted(repr(item) for item in itertools.islice(value, _MOST_ITEMS) if type(item) in _NUMBERS)
+
+
+def _checksum(value: object) -> int:
+    return zlib.crc32(value if isinstance(value, bytes) else repr(value).encode())
+
+
+_SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
+    ((str, bytes), 1, lambda value: value),
+    ((bool, int, float, complex, type(None)), 1, repr),  # which is exact, and nan is itself
+    (np.generic, 1, lambda value: value.tobytes()),
+    (itertools.count, 1, repr),
+    (_ITERATORS, 1, operator.length_hint),
+    (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
+    (Synchronized, 1, lambda value: repr(value.value)),
+    (ContextVar, 1, lambda value: _seen_of(value.get(None))),
+    (_BaseDataLoaderIter, 1, lambda value: value._num_yielded),
+    (GeneratorType, 1, lambda value: value.gi_frame and value.gi_frame.f_lasti),
+    (enumerate, 1, lambda value: value.__reduce__()[1][1]),
+    (torch.Generator, 0, lambda value: int(checksum(value.get_state()))),
+    (np.random.Generator, 0, lambda value: _checksum(value.bit_generator.state)),
+    (np.random.RandomState, 0, lambda value: _checksum(value.get_state(legacy=False))),
+    (random.Random, 0, lambda value: _checksum(value.getstate())),
+    (torch.Tensor, TENSOR_RANK, _seen_of_tensor),
+    (np.ndarray, TENSOR_RANK, _seen_of_array),
+    ((bytearray, memoryview, array), TENSOR_RANK, zlib.crc32),
+    (io.BytesIO, TENSOR_RANK, lambda value: zlib.crc32(value.getbuffer())),
+    (io.StringIO, TENSOR_RANK, lambda value: _checksum(value.getvalue().encode())),
+    ((set, frozenset), 3, _seen_of_set),
+    ((dict, list, tuple, deque), 3, len),
+)
+
+
+def parts_of(value: Any) -> list[tuple[str, object]]:
+    """What lies one step from ``value``, each with the text of the step."""
+    try:
+        return list(_walk(value, type(value)))
+    except Exception:  # noqa: BLE001 - such as a dict that another thread changes
+        return []
+
+
+def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
+    if issubclass(kind, (torch.Tensor, np.ndarray, *_NO_STATE)):
+        return
+    if issubclass(kind, dict):
+        for number, (key, item) in enumerate(_first(dict.items(value))):
+            yield f"[{key!r}]" if type(key) in _NUMBERS else f".values[{number}]", item
+    elif issubclass(kind, list | tuple | deque):
+        names = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
+        for index, item in enumerate(_first(value)):
+            yield f".{names[index]}" if index < len(names) else f"[{index}]", item
+    elif issubclass(kind, MethodType):
+        yield from ((".__self__", value.__self__), (".__func__", value.__func__))
+    elif issubclass(kind, GeneratorType) and value.gi_frame is not None:
+        yield from ((f".{name}", item) for name, item in dict(value.gi_frame.f_locals).items())
+        yield ".gi_yieldfrom", value.gi_yieldfrom
+    elif issubclass(kind, functools.partial):
+        yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
+    elif issubclass(kind, enumerate):
+        yield ".__iter__", value.__reduce__()[1][0]
+    elif issubclass(kind, FunctionType):
+        yield from _variables_of(value)
+    if not _is_foreign(kind.__module__) or issubclass(kind, _HOLDERS):
+        yield from _attributes_of(value, kind)
+
+
+def _first(items: Any) -> Iterator[Any]:
+    return itertools.islice(items, _MOST_ITEMS)
+
+
+def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """What ``function`` has from the functions around it, and from its module."""
+    if _is_foreign(function.__module__ or ""):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        if cell != CellType():  # which is not set yet
+            yield f".{name}", cell.cell_contents
+    for name in function.__code__.co_names:
+        if name in function.__globals__ and not issubclass(type(function.__globals__[name]), _NO_STATE):
+            yield f".{name}", function.__globals__[name]
+
+
+def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
+    found: dict[str, object] = {}
+    for each in reversed(kind.__mro__):
+        is_torchs = each.__module__.startswith("torch")
+        if each.__module__ == "builtins" or (is_torchs and "__slots__" not in vars(each)):
+            continue
+        for name, item in vars(each).items():
+            if type(item) is MemberDescriptorType:  # of `__slots__`
+                with contextlib.suppress(AttributeError):  # not set
+                    found[name] = item.__get__(value)
+            elif not is_torchs and not name.startswith("__") and _is_variable(item):
+                found[name] = item
+    with contextlib.suppress(AttributeError):
+        attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
+        for name, item in attributes.items():
+            found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
+    yield from ((f".{name}", item) for name, item in found.items())
+
+
+def _is_variable(item: object) -> bool:
+    kind = type(item)
+    return kind in _NUMBERS or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, dict, list, set, deque))
+
+
+def _is_foreign(module: str) -> bool:
+    return module.partition(".")[0] in _FOREIGN or module.startswith(_FOREIGN_TORCH)

@@ -1,0 +1,270 @@
+"""A function of the script, with what its parameters and variables stand for. No code of the script is run for that.
+
+def penalty(self, out):            self    the object whose method is called
+    mean = self.mean.lerp(...)     out     what the caller gives: a value, or what that is computed from
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import CellType, CodeType, FrameType, FunctionType
+from typing import Any, Final, NamedTuple
+
+from lockstep.run.source.decided_tests import UNKNOWN, changed_names, value_of_test
+from lockstep.run.source.line_calls import LineCalls
+from lockstep.run.source.reachable import script_frames, variables_of
+from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
+from lockstep.run.source.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text, reads_of
+
+_PLAIN: Final = (bool, int, float, str, type(None))
+
+
+class Argument(NamedTuple):
+    """What a parameter stands for."""
+
+    reads: tuple[Read, ...]  #: in the function that calls
+    value: object  #: where it is known
+    text: str = ""  #: of a value that no variable of the caller holds
+
+    @property
+    def name(self) -> str:
+        """How the caller, or its text, calls the value; "" where it is computed there."""
+        return self.text or next((read.text for read in self.reads if isinstance(read, Path)), "")
+
+
+@dataclass
+class Context:
+    """A function whose values are asked for."""
+
+    code: CodeType
+    reads: Reads
+    variables: dict[str, Any]  #: of its module
+    frame: FrameType | None = None  #: if it is running
+    cells: dict[str, CellType] = field(default_factory=dict)
+    running: tuple[FrameType, ...] = ()  #: the script's functions that run, of which some have made this one
+    arguments: dict[str, Argument] = field(default_factory=dict)
+    depth: int = 0
+    in_body: bool = False  #: whether a body runs it, or it runs the loop
+    sometimes: bool = False  #: not in each body
+    unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
+    calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
+
+    @functools.cached_property
+    def held(self) -> dict[str, Any]:
+        """The variables of a function that is running."""
+        return {} if self.frame is None else variables_of(self.frame)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether a function that runs stands between a loop and its items: a generator, or a method that takes one."""
+        line = 0 if self.frame is None else self.frame.f_lineno
+        return bool(self.code.co_flags & inspect.CO_GENERATOR) or not self.reads.loop_at(line).first
+
+    @property
+    def is_function(self) -> bool:
+        """Whether it is one, and not a module's own lines."""
+        return bool(self.code.co_flags & inspect.CO_OPTIMIZED)
+
+    def is_local(self, name: str) -> bool:
+        """Whether that is a variable of the function's own."""
+        return name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
+
+    @functools.cached_property
+    def loop(self) -> Loop:
+        """The loop that a function which is running is in."""
+        return NO_LOOP if self.frame is None else self.reads.loop_at(self.frame.f_lineno)
+
+    def covers(self, line: int) -> bool:
+        """Whether a body runs this line."""
+        return self.in_body and (not self.loop.first or self.loop.first < line <= self.loop.last)
+
+    def is_dead(self, guards: Iterable[Guard]) -> bool:
+        """Whether one of these tests keeps something from ever being done, as that of an option which is not set."""
+        for test, holds in guards:
+            value = value_of_test(test, self.settled_value)
+            if value is not UNKNOWN and bool(value) is not holds:
+                return True
+        return False
+
+    def settled_value(self, path: Path) -> object:
+        """The number or text that is at a path, if it stays so; else `UNKNOWN`."""
+        value = self.value_of(path)
+        is_own = self.frame is None and (path.root in self.reads.set_from or path.root in self.reads.outer)
+        is_settled = not is_own and self.unsettled.isdisjoint((path.root, *path.attributes))
+        return value if is_settled and type(value) in _PLAIN else UNKNOWN
+
+    def place_of(self, path: Path) -> Place | None:
+        """Where that is, if it outlives a body and is known."""
+        if path.root in self.arguments:
+            argument = self.arguments[path.root]
+            text = path._replace(root=argument.name or path.root).text
+            return None if argument.value is NOTHING else Place(argument.value, "", path.attributes, text)
+        owner: object
+        if self.frame is not None and self.is_function and path.root in self.held:
+            owner = self.frame
+        elif path.root in self.cells:
+            if (maker := self._maker_of(path.root)) is None:
+                return Place(self.cells[path.root], "", path.attributes, path.text)
+            owner = maker
+        elif self.is_local(path.root):
+            return None
+        else:
+            owner = self.variables
+        return None if path.root in self.loop.fresh else Place(owner, path.root, path.attributes, path.text)
+
+    def _maker_of(self, name: str) -> FrameType | None:
+        """The function that runs and has made this one, with the variable ``name`` that both have."""
+        value = variable_at(self.cells[name], "")
+        return next(
+            (
+                frame
+                for frame in self.running
+                if name in frame.f_code.co_cellvars
+                and self.code in _codes_within(frame.f_code)
+                and variables_of(frame).get(name, NOTHING) is value
+            ),
+            None,
+        )
+
+    def value_of(self, path: Path) -> object:
+        """What a path leads to, as far as that is known without running anything."""
+        root = path.root
+        if root in self.arguments:
+            value = self.arguments[root].value
+        else:
+            value = self.held.get(root, NOTHING)
+            if value is NOTHING and self.is_local(root):  # nothing runs, or has not come there yet
+                value = self._value_of_local(root)
+        if value is NOTHING and not (self.is_local(root) and self.frame is None):
+            value = variable_at(self.cells[root], "") if root in self.cells else self.variables.get(root, NOTHING)
+            value = getattr(builtins, root, NOTHING) if value is NOTHING else value
+        for name in path.attributes:
+            value = attribute_of(value, name)
+        return value
+
+    def text_of(self, text: Text) -> object:
+        """The whole of it, where all parts are known; else `NOTHING`."""
+        values = [part if isinstance(part, str) else self.value_of(part) for part in text.parts]
+        return "".join(map(str, values)) if all(type(value) in _PLAIN for value in values) else NOTHING
+
+    def is_loop_variable(self, name: str) -> bool:
+        """Whether that is a variable of the function's own that a loop sets, to one item after the other."""
+        bound = self.reads.bound_to.get(name, ()) if self.is_local(name) and name not in self.arguments else ()
+        return any(
+            isinstance(read, Call) and read.function and isinstance(of := read.function[0], Path) and _is_loop(of)
+            for part in bound
+            for read in part
+        )
+
+    def _value_of_local(self, name: str) -> object:
+        """Of a variable that is another name of something, or of an item of a list, which stands for all of them."""
+        match self.reads.bound_to.get(name, []):
+            case [(Path(root=root) as path,)] if root != name:
+                return self.value_of(path)
+            case [(Call(function=(Path(attributes=(*_, last)) as path,)),)] if last == ITEMS and path.root != name:
+                items = self.value_of(path.owner)
+                return items[0] if isinstance(items, list | tuple) and items else NOTHING
+        return NOTHING
+
+
+def running_functions(frame: FrameType | None, calls: LineCalls) -> Iterator[Context]:
+    """The functions of the script that are running, from ``frame`` outward; ``calls`` are what their lines have run."""
+    frames = tuple(script_frames(frame))
+    unsettled = changed_names().union(*map(_names_changed, frames))
+    for script in frames:
+        reads = reads_of(script.f_code) or Reads()
+        yield Context(
+            script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames, calls=calls
+        )
+
+
+def _names_changed(frame: FrameType) -> Iterator[str]:
+    """The names of variables and attributes that a function which is running changes in its loops."""
+    reads = reads_of(frame.f_code) or Reads()
+    changes = (change.path for change in reads.changes if reads.loop_at(change.line).first)
+    return (name for path in changes for name in (path.attributes or (path.root,))[-1:])
+
+
+@functools.lru_cache(maxsize=256)
+def _codes_within(code: CodeType) -> frozenset[CodeType]:
+    """The functions that a function makes."""
+    own = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return frozenset(own).union(*map(_codes_within, own))
+
+
+class Callee(NamedTuple):
+    """A function of the script that a call runs."""
+
+    function: FunctionType
+    bound: Argument | None  #: its first argument, of a method
+    known: Mapping[str, object] | None = None  #: what was seen of its arguments, where it was seen to run
+
+
+def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str, Argument]:
+    """What each parameter of a function stands for."""
+    parameters = reads.parameters
+    if parameters is None:
+        return {}
+    names = [one.arg for one in (*parameters.posonlyargs, *parameters.args)]
+    others = [one.arg for one in parameters.kwonlyargs]
+    every = call.every
+    rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
+    bound = {name: Argument(every, NOTHING) for name in rest}
+    is_loose = call.is_starred or any(not name for name, _ in call.keywords)
+    function, own, known = callee
+    if known is not None:
+        for name in (*names, *others):
+            value = known.get(name, NOTHING)
+            is_self = attribute_of(type(value), function.__name__) is not NOTHING
+            text = type(value).__name__ if is_self else f"{function.__name__}'s {name}"
+            bound[name] = Argument(every, value, text)
+        return bound
+    bound |= {name: Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
+    defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+    if not is_loose:
+        for name, value in {**defaults, **(function.__kwdefaults__ or {})}.items():
+            bound[name] = Argument((), value, f"{function.__name__}'s {name}")
+    if own is not None and names:
+        bound[names.pop(0)] = own
+    given = list(zip(names, call.arguments[: call.certain], strict=False))
+    given += [(name, part) for name, part in call.keywords if name in bound]
+    for name, part in given:
+        value = NOTHING
+        if len(part) == 1 and isinstance(part[0], Path):
+            value = context.value_of(part[0])
+            if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
+                value = NOTHING
+        elif len(part) == 1 and isinstance(part[0], Text):
+            value = context.text_of(part[0])
+        bound[name] = Argument(part, value)
+    return bound
+
+
+def _is_loop(function: Path) -> bool:
+    return function.attributes[-1:] in ((ITEMS,), ("values",), ("items",))
+
+
+def runs_in_body(context: Context, call: Call) -> bool:
+    """Whether a body runs the function that is called, as it runs the one that calls."""
+    path = call.function[0] if call.function else None
+    is_next = isinstance(path, Path) and path.attributes[-1:] == (ITEMS,) and call.line == context.loop.first
+    return context.in_body and (not call.line or is_next or context.covers(call.line))
+
+
+def is_of(value: object, *kinds: type) -> bool:
+    """Whether ``value`` is of a kind. Not `isinstance`, which asks the object itself: it may stand for another one."""
+    return issubclass(type(value), kinds)
+
+
+def is_run(value: object) -> bool:
+    """Whether ``value`` is a `Run`."""
+    return type(value).__module__ == "lockstep.run.run"
+
+
+def is_ours(value: object) -> bool:
+    """Whether ``value`` belongs to Lockstep."""
+    return type(value).__module__.partition(".")[0] == "lockstep"

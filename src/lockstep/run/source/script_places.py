@@ -1,0 +1,169 @@
+"""Places of a script where values are that outlive a body: variables, and attributes of objects that they hold.
+
+    Place(frame, "self", ("pool", "images"))        self.pool.images, whatever it is when it is asked for
+
+No code of the objects is run.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import os
+from collections import deque, namedtuple
+from collections.abc import Collection, Iterable, Mapping
+from types import CellType, FrameType, MemberDescriptorType
+from typing import Any, Final, NamedTuple
+
+from torch import nn
+
+from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
+from lockstep.run.source.source_reads import is_key
+
+NOTHING: Final = object()  #: where there is no value
+_DEPTH: Final = 5
+_MOST_MARKS: Final = 500
+_CONTAINERS: Final = {"dict", "list", "tuple", "deque", "set"}
+_FIELD: Final = type(namedtuple("_", "field").field)  # type: ignore[attr-defined]
+
+
+class Place(NamedTuple):
+    """Where a value of the script is: a variable, or an attribute of it."""
+
+    owner: object  #: a frame, a dict of globals, a cell, or an object itself
+    name: str
+    attributes: tuple[str, ...]
+    text: str  #: as the script writes it
+
+    @property
+    def key(self) -> tuple[int, str, tuple[str, ...]]:
+        """Equal for the same place."""
+        return id(self.owner), self.name, self.attributes
+
+    @property
+    def slot(self) -> tuple[int, str]:
+        """Equal for the same variable or attribute, by whatever way it is reached now."""
+        if not self.attributes:
+            return id(self.owner), self.name
+        return id(self._replace(attributes=self.attributes[:-1]).value(None)), self.attributes[-1]
+
+    def value(self, variables: Mapping[str, Any] | None) -> object:
+        """What is there now, or `NOTHING`; ``variables`` are those of the frame that is its owner."""
+        value = variable_at(self.owner, self.name) if variables is None else variables.get(self.name, NOTHING)
+        for name in self.attributes:
+            value = attribute_of(value, name)
+        return value
+
+
+Held = Mapping[str, tuple[Mark, str]]
+"""By path, what is there, and what of the training is computed from it."""
+
+
+def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...]) -> Held:
+    """What is now at ``places``, each given with what is computed from it; see `look` for what is left out."""
+    found: dict[str, tuple[Mark, str]] = {}
+    of_frames: dict[int, dict[str, Any]] = {}
+    for place, what in places:
+        if isinstance(place.owner, FrameType) and id(place.owner) not in of_frames:
+            of_frames[id(place.owner)] = variables_of(place.owner)
+        value = place.value(of_frames.get(id(place.owner)))
+        if value is not NOTHING:
+            marks = look({place.text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
+            found |= {name: (mark, what) for name, mark in marks.items()}
+    return found
+
+
+def changed_by(first: Held, before: Held, after: Held) -> str:
+    """What a body changes that the training is computed from, in words; "" for nothing.
+
+    Args:
+        first: what there was after the first of two equal bodies.
+        before: what there was before the second one.
+        after: what there was after it.
+    """
+    for name, (mark, what) in after.items():
+        others = [each[name][0] for each in (first, before) if name in each]
+        if len(others) == 2 and all(_differs(other, mark) for other in others):
+            values = f" ({before[name][0].seen}, then {mark.seen})" if mark.rank == 1 else ""
+            is_length = mark.kind in _CONTAINERS
+            return f"{'the length of ' if is_length else ''}{name}, which {what} is computed from, differed{values}"
+    return ""
+
+
+def changed_since(before: Held, now: Held) -> str:
+    """What differs of what both have, in words; "" for nothing. A dict and a set may grow, as caches do."""
+    for name, (mark, what) in now.items():
+        if mark.kind not in CACHES and name in before and _differs(before[name][0], mark):
+            return f"{name}, which {what} is computed from, was changed by bodies of this pass"
+    return ""
+
+
+def _differs(one: Mark, other: Mark) -> bool:
+    """Whether two marks of a place are of other values, as far as they tell: some tensors are known by their `id`."""
+    these, those = one.seen, other.seen
+    if one.rank == TENSOR_RANK and isinstance(these, tuple) and isinstance(those, tuple):
+        return these != those and (these[1] == those[1] or not isinstance(these[1], int))
+    return one != other
+
+
+def variable_at(owner: object, name: str) -> object:
+    """A variable of a frame, a global one, or what a cell holds; of another object, itself."""
+    if isinstance(owner, FrameType):
+        return variables_of(owner).get(name, NOTHING)
+    if isinstance(owner, CellType):
+        return owner.cell_contents if owner != CellType() else NOTHING
+    return owner.get(name, NOTHING) if name and isinstance(owner, dict) else owner
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """What an object has by itself, and not from its class."""
+    try:
+        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    parts = [found[part] for part in MODULE_PARTS if issubclass(type(value), nn.Module) and part in found]
+    return functools.reduce(operator.or_, parts, found) if parts else found
+
+
+def attribute_of(value: object, name: str) -> object:
+    """An attribute, or the item under a key, without running any code of the object."""
+    if value is NOTHING:
+        return NOTHING
+    if is_key(name):
+        return _item_of(value, ast.literal_eval(name[1:-1]))
+    own = attributes_of(value)
+    if name in own:
+        return own[name]
+    kinds: Iterable[type] = value.__mro__ if issubclass(type(value), type) else type(value).__mro__  # type: ignore[attr-defined]
+    for kind in kinds:
+        found = vars(kind).get(name, NOTHING)
+        if found is NOTHING:
+            continue
+        if isinstance(found, functools.cached_property):
+            return None  # not made yet
+        if isinstance(found, staticmethod | classmethod):
+            return found.__func__
+        if isinstance(found, (MemberDescriptorType, _FIELD)):
+            try:
+                return found.__get__(value)
+            except AttributeError:  # not set
+                return NOTHING
+        return found
+    return NOTHING
+
+
+def _item_of(value: Any, key: object) -> object:
+    kind = type(value)
+    if value is os.environ:
+        return os.environ.get(str(key), NOTHING)
+    if issubclass(kind, dict):
+        return dict.get(value, key, NOTHING)
+    if issubclass(kind, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        parts = vars(value)["_modules"]
+        names = list(parts)
+        if isinstance(key, int):
+            return parts[names[key]] if -len(names) <= key < len(names) else NOTHING
+        return parts.get(key, NOTHING)
+    is_there = issubclass(kind, list | tuple | deque) and isinstance(key, int) and key < len(value)
+    return value[key] if is_there and kind in (list, tuple, deque) else NOTHING

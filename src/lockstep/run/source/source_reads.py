@@ -1,0 +1,581 @@
+"""What a function of the script computes its values from, read in its source, without the order of its lines.
+
+    ratio *= 0.995                         ratio    from ratio
+    forced = random.random() < ratio       forced   from the call of random.random, and from ratio
+    if forced:
+        loss = loss_of(x, y)               loss     from the call of loss_of with x and y, and from forced
+    total += loss.item()                   total    from total and loss
+    run.step(loss)                         a call   of run.step, with loss
+
+A value also depends on the conditions under which it is set, and on those under which a loop around it is left.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Final, NamedTuple
+
+from lockstep.run.source.loop_variables import fresh_variables, stored
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
+_GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
+_GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
+_EXITS: Final = (ast.Break, ast.Continue, ast.Return)
+
+
+class Path(NamedTuple):
+    """A variable that is read, or what it leads to by attributes and constant keys: ``self.parts['pool'].images``."""
+
+    root: str
+    attributes: tuple[str, ...] = ()  #: and keys, as ``['pool']``
+
+    @property
+    def text(self) -> str:
+        """As the script writes it."""
+        return self.root + "".join(name if is_key(name) else f".{name}" for name in self.attributes)
+
+    @property
+    def owner(self) -> Path:
+        """What has the last attribute."""
+        return Path(self.root, self.attributes[:-1])
+
+
+def is_key(attribute: str) -> bool:
+    """Whether a part of a path is a key, and no attribute."""
+    return attribute.startswith("[")
+
+
+class Call(NamedTuple):
+    """A call whose value is read."""
+
+    function: tuple[Read, ...]  #: a `Path`, or what the function itself is computed from
+    arguments: tuple[tuple[Read, ...], ...]
+    keywords: tuple[tuple[str, tuple[Read, ...]], ...]  #: the name is "" for `**options`
+    is_starred: bool  #: has `*arguments`
+    line: int
+    certain: int = 0  #: how many stand before the first `*arguments`
+    attribute: str = ""  #: of the object that it makes, only this is read; "": all of it
+
+    @property
+    def every(self) -> tuple[Read, ...]:
+        """What all that it is given is computed from."""
+        return self.without(())
+
+    def without(self, keywords: Collection[str]) -> tuple[Read, ...]:
+        """So without what is given by some ``keywords``."""
+        named = (part for name, part in self.keywords if name not in keywords)
+        return tuple(read for part in (*self.arguments, *named) for read in part)
+
+
+class Guard(NamedTuple):
+    """A test under which something is done."""
+
+    test: ast.expr
+    holds: bool  #: whether the test must, or must not
+
+
+class Choice(NamedTuple):
+    """What is read only where some tests say so."""
+
+    guards: tuple[Guard, ...]
+    reads: tuple[Read, ...]
+
+
+class Counted(NamedTuple):
+    """What is new in each turn of a loop over ``items``, as `enumerate` counts, or from another list in a `zip`."""
+
+    items: tuple[Read, ...]
+
+
+class Text(NamedTuple):
+    """A text that is written where it is given to a function, as ``"end"`` or ``f"on_{event}"``."""
+
+    parts: tuple[str | Path, ...]
+    reads: tuple[Read, ...]
+
+
+class Lines(NamedTuple):
+    """What functions return that these lines run without their names, as properties, operators and callbacks are."""
+
+    first: int
+    last: int
+
+
+def flat(reads: Iterable[Read]) -> Iterator[Read]:
+    """The same, whatever decides about them."""
+    for read in reads:
+        if isinstance(read, Choice):
+            yield from flat(read.reads)
+        else:
+            yield read
+
+
+Read = Path | Call | Choice | Counted | Text | Lines
+WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
+
+
+class Use(NamedTuple):
+    """A call, or a value that is written into an object, with what decides whether that happens."""
+
+    read: Call | None
+    target: Path | None  #: the object that is written to
+    value: tuple[Read, ...]
+    conditions: tuple[Read, ...]
+    loops: tuple[int, ...]  #: those around it, as indices into `Reads.exits`; the first one is the function
+    line: int
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
+
+
+class Loop(NamedTuple):
+    """The lines of a loop."""
+
+    first: int
+    last: int
+    fresh: frozenset[str]  #: variables that each turn sets anew, before it reads them
+    items: frozenset[str]  #: those that the loop itself sets
+
+
+NO_LOOP: Final = Loop(0, -1, frozenset(), frozenset())
+
+
+class Change(NamedTuple):
+    """A variable or an attribute gets another value, or a list another item."""
+
+    path: Path
+    value: tuple[Read, ...]  #: what that is computed from
+    conditions: tuple[Read, ...]
+    line: int
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
+
+
+class Statement(NamedTuple):
+    """Of one that has blocks, what stands before the first."""
+
+    lines: Lines
+    conditions: tuple[Read, ...]  #: under which it runs
+    sometimes: bool  #: not whenever the function runs
+    guards: tuple[Guard, ...]
+
+
+@dataclass
+class Reads:
+    """Of one function, or of a module's own lines."""
+
+    parameters: ast.arguments | None = None
+    set_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable, or a path of attributes
+    bound_to: dict[str, list[tuple[Read, ...]]] = field(default_factory=dict)  #: the same of a variable, by assignments
+    filled_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable: what its methods are given
+    returned: list[Read] = field(default_factory=list)
+    raises: list[Read] = field(default_factory=list)  #: the conditions under which it raises an exception
+    uses: list[Use] = field(default_factory=list)
+    exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
+    loops: list[Loop] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    items_set: list[Change] = field(default_factory=list)  #: by a key that is computed
+    statements: list[Statement] = field(default_factory=list)
+    outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
+
+    def statement_at(self, line: int) -> Statement | None:
+        """The statement that has a ``line``, but not in its blocks."""
+        return next((one for one in self.statements if one.lines.first <= line <= one.lines.last), None)
+
+    def loop_at(self, line: int) -> Loop:
+        """The innermost loop around a ``line``."""
+        around = [loop for loop in self.loops if loop.first <= line <= loop.last]
+        return min(around, key=lambda loop: loop.last - loop.first, default=NO_LOOP)
+
+
+@functools.lru_cache(maxsize=512)
+def reads_of(code: CodeType) -> Reads | None:
+    """What the function with this ``code`` reads; None where its source cannot be had."""
+    node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+    if node is None:
+        return None
+    reader = _Reader(yields=any(isinstance(one, ast.Yield | ast.YieldFrom) for one in within(node)))
+    if isinstance(node, ast.Lambda):
+        reader.reads.parameters = node.args
+        reader.reads.returned += reader.expression(node.body)
+    else:
+        if not isinstance(node, ast.Module):
+            reader.reads.parameters = node.args
+        reader.block(node.body)
+    return reader.reads
+
+
+@functools.lru_cache(maxsize=64)
+def nodes_of(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
+    """The functions of a source file, by what their code says of its name and first line."""
+    try:
+        module = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    found: dict[tuple[str, int], _Function | ast.Module] = {("<module>", 1): module, ("<module>", 0): module}
+    for node in ast.walk(module):
+        if isinstance(node, ast.Lambda):
+            found.setdefault(("<lambda>", node.lineno), node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            found[node.name, first] = node
+    return found
+
+
+class _Reader:
+    """Goes through the statements of one function, but not through those of functions within."""
+
+    def __init__(self, *, yields: bool) -> None:
+        self._yields: Final = yields
+        self.reads: Final = Reads()
+        self._conditions: tuple[Read, ...] = ()
+        self._loops: tuple[int, ...] = (0,)
+        self._tests = 0  # around
+        self._guards: tuple[Guard, ...] = ()
+
+    def block(self, statements: Sequence[ast.stmt]) -> None:
+        for statement in statements:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        blocks = getattr(node, "body", None) or getattr(node, "cases", None)
+        end = blocks[0].lineno - 1 if blocks and hasattr(blocks[0], "lineno") else node.end_lineno
+        lines = Lines(node.lineno, max(node.lineno, end or 0))
+        self.reads.statements.append(Statement(lines, self._conditions, self._sometimes, self._guards))
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                for target in targets:
+                    self._assign(target, value)
+            case ast.AnnAssign(target=target, value=ast.expr() as value):
+                self._assign(target, value)
+            case ast.AugAssign(target=target, value=value):
+                self._bind(target, [*self.expression(target), *self.expression(value)])
+            case (
+                ast.For(target=target, iter=items, body=body, orelse=orelse)
+                | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)
+            ):
+                self._enter_loop(node, body, self._bind_items(target, items))
+                self.block(orelse)
+            case ast.While(test=test, body=body, orelse=orelse):
+                self._enter_loop(node, body, [*self.expression(test), _lines_of(test)])
+                self.block(orelse)
+            case ast.If(test=test, body=body, orelse=orelse):
+                read = [] if _asks_for_several_ranks(test) else [*self.expression(test), _lines_of(test)]
+                if any(isinstance(inner, _EXITS) for inner in within(node)):
+                    self.reads.exits[self._loops[-1]] += self._guarded((*self._conditions, *read))
+                for block, holds in ((body, True), (orelse, False)):
+                    self._guards = (*self._guards, Guard(test, holds))
+                    self._under(read, block, is_test=True)
+                    self._guards = self._guards[:-1]
+            case ast.Match(subject=subject, cases=cases):
+                read = self.expression(subject)
+                for case in cases:
+                    for name in (n.name for n in ast.walk(case.pattern) if isinstance(n, ast.MatchAs | ast.MatchStar)):
+                        self._set(name or "_", read)
+                    self._under([*read, *(self.expression(case.guard) if case.guard else ())], case.body, is_test=True)
+            case ast.Try() | ast.TryStar():
+                before = len(self.reads.uses)
+                self.block(node.body)
+                calls = [use.read for use in self.reads.uses[before:] if use.read is not None]
+                for handler in node.handlers:
+                    self._under(calls, handler.body, is_test=True)
+                self.block([*node.orelse, *node.finalbody])
+            case ast.With(items=managers, body=body) | ast.AsyncWith(items=managers, body=body):
+                for item in managers:
+                    read = self.expression(item.context_expr)
+                    if item.optional_vars is not None:
+                        self._bind(item.optional_vars, read)
+                self.block(body)
+            case ast.Return() if self._yields:
+                pass  # what a generator returns its loop does not get
+            case ast.Return(value=ast.expr() as value):
+                self.reads.returned += self._guarded((*self.expression(value), _lines_of(value), *self._conditions))
+            case ast.Raise():
+                self.reads.raises += self._guarded(self._conditions)
+            case ast.Global(names=names) | ast.Nonlocal(names=names):
+                self.reads.outer.update(names)
+            case ast.Expr(value=value):
+                self.expression(value)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                pass  # the object says more, once there is one
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    if isinstance(child, ast.expr):
+                        self.expression(child)
+
+    def _under(self, conditions: Iterable[Read], body: Sequence[ast.stmt], *, is_test: bool = False) -> None:
+        before, self._conditions = self._conditions, (*self._conditions, *conditions)
+        self._tests += is_test
+        self.block(body)
+        self._tests -= is_test
+        self._conditions = before
+
+    @property
+    def _sometimes(self) -> bool:
+        return bool(self._tests) or any(self.reads.exits[loop] for loop in self._loops)
+
+    def _use(self, call: Call | None, target: Path | None, value: Sequence[Read], line: int) -> None:
+        self.reads.uses.append(
+            Use(call, target, tuple(value), self._conditions, self._loops, line, self._sometimes, self._guards)
+        )
+
+    def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
+        self.reads.changes.append(self._changed(path, value, line))
+
+    def _changed(self, path: Path, value: Iterable[Read], line: int) -> Change:
+        return Change(path, tuple(value), self._conditions, line, self._sometimes, self._guards)
+
+    def _enter_loop(self, node: ast.For | ast.AsyncFor | ast.While, body: Sequence[ast.stmt], read: list[Read]) -> None:
+        before, self._loops = self._loops, (*self._loops, len(self.reads.exits))
+        self.reads.exits.append([])
+        items = frozenset() if isinstance(node, ast.While) else frozenset(stored([node.target]))
+        self.reads.loops.append(Loop(node.lineno, node.end_lineno or node.lineno, fresh_variables(node), items))
+        self._under(read, body)
+        self._loops = before
+
+    # ---- what is set -------------------------------------------------------------------------------------------
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        match target, value:
+            case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), ast.Tuple(elts=values)) if len(targets) == len(
+                values
+            ) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
+                for one, its_value in zip(targets, values, strict=True):
+                    self._assign(one, its_value)
+            case _:
+                self._bind(target, self.expression(value))
+
+    def _bind(self, target: ast.expr, read: list[Read]) -> None:
+        match target:
+            case ast.Name(id=name):
+                self._set(name, read)
+                self.reads.bound_to.setdefault(name, []).append(tuple(read))
+                self._change(Path(name), read, target.lineno)
+            case ast.Tuple(elts=targets) | ast.List(elts=targets):
+                for one in targets:
+                    self._bind(one, read)
+            case ast.Starred(value=one):
+                self._bind(one, read)
+            case ast.Attribute(value=owner):
+                if (path := path_of(target)) is not None:
+                    self._set(path.text, read)
+                    self._change(path, read, target.lineno)
+                self._write(owner, read, target.lineno)
+            case ast.Subscript(value=owner, slice=place):
+                read = [*read, *self.expression(place)]
+                if (path := path_of(owner)) is not None:
+                    self._set(path.text, read)
+                if (path := path_of(target)) is not None:
+                    self._change(path, read, target.lineno)
+                elif (path := path_of(owner)) is not None:
+                    self.reads.items_set.append(self._changed(path, read, target.lineno))
+                self._write(owner, read, target.lineno)
+
+    def _set(self, name: str, read: Iterable[Read]) -> None:
+        lines = self.reads.statements[-1].lines
+        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, lines, *self._conditions)))
+
+    def _guarded(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
+        return (Choice(self._guards, reads),) if self._guards and reads else reads
+
+    def _write(self, owner: ast.expr, read: Sequence[Read], line: int) -> None:
+        while isinstance(owner, ast.Subscript):
+            owner = owner.value
+        if (path := path_of(owner)) is not None:
+            self._use(None, path, read, line)
+
+    # ---- what is read ------------------------------------------------------------------------------------------
+
+    def expression(self, node: ast.expr) -> list[Read]:
+        """What the value of an expression is computed from."""
+        is_test = isinstance(node, ast.IfExp | ast.BoolOp)
+        self._tests += is_test
+        read = self._read(node)
+        self._tests -= is_test
+        return read
+
+    def _read(self, node: ast.expr) -> list[Read]:
+        match node:
+            case ast.Name(id=name):
+                return [Path(name)]
+            case ast.Constant(value="WORLD_SIZE"):
+                return [WORLD_SIZE]
+            case ast.Attribute(value=owner):
+                path = path_of(node)
+                return [path] if path is not None else self.expression(owner)
+            case ast.Subscript() if (path := path_of(node)) is not None:
+                return [path, *([WORLD_SIZE] if path.attributes[-1:] == ("['WORLD_SIZE']",) else ())]
+            case ast.Call(func=ast.Attribute(value=owner, attr="get"), args=[ast.Constant(value=str(key)), *others]):
+                call, path = self._call(node), path_of(owner)
+                if path is None or key == "WORLD_SIZE":
+                    return [call]
+                rest = [read for other in others for read in self.expression(other)]
+                return [Path(path.root, (*path.attributes, f"[{key!r}]")), *rest]
+            case ast.Call(func=ast.Attribute(attr=method)) if method in _GIVES_NOTHING:
+                self._call(node)
+                return []
+            case ast.Call():
+                return [self._call(node)]
+            case ast.NamedExpr(target=target, value=value):
+                read = self.expression(value)
+                self._bind(target, read)
+                return read
+            case ast.IfExp(test=test, body=then, orelse=otherwise):
+                sides = ((then, True), (otherwise, False))
+                choices = (Choice((Guard(test, holds),), tuple(self.expression(side))) for side, holds in sides)
+                return [*self.expression(test), *choices]
+            case ast.Lambda(args=parameters, body=body):
+                own = {one.arg for one in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)}
+                return [one for one in self.expression(body) if not (isinstance(one, Path) and one.root in own)]
+            case ast.ListComp(generators=parts) | ast.SetComp(generators=parts) | ast.GeneratorExp(generators=parts):
+                return self._within_parts(parts, [node.elt])
+            case ast.DictComp(generators=parts, key=key, value=value):
+                return self._within_parts(parts, [key, value])
+            case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
+                read = self.expression(value)
+                self.reads.returned += self._guarded((*read, *self._conditions))
+                return read
+            case _:
+                return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
+
+    def _bind_items(self, target: ast.expr, items: ast.expr) -> list[Read]:
+        """Set the variables of a loop; returns what it goes over is computed from."""
+        match items, target:
+            case (
+                ast.Call(func=ast.Name(id="zip"), args=parts),
+                ast.Tuple(elts=targets),
+            ) if len(parts) == len(targets) and not any(isinstance(one, ast.Starred) for one in (*parts, *targets)):
+                reads = [self._items_of(part) for part in parts]
+                for number, (one, part) in enumerate(zip(targets, parts, strict=True)):
+                    others = (read for index, each in enumerate(reads) if index != number for read in each)
+                    self._bind_items(one, part)
+                    self._bind(one, [Counted(tuple(others))])
+                return [self._call(items)]
+            case ast.Call(func=ast.Name(id="enumerate"), args=[part, *_]), ast.Tuple(elts=[count, one]):
+                self._bind(count, [Counted(tuple(self.expression(part)))])
+                return self._bind_items(one, part)
+        read = self._items_of(items)
+        self._bind(target, read)
+        return read
+
+    def _items_of(self, node: ast.expr) -> list[Read]:
+        """What the items of a loop are computed from: of an object, what its `__iter__` returns."""
+        path = path_of(node)
+        if path is None:
+            return self.expression(node)
+        return [Call((Path(path.root, (*path.attributes, ITEMS)),), (), (), False, node.lineno)]
+
+    def _child(self, node: ast.AST) -> list[Read]:
+        if isinstance(node, ast.expr):
+            return self.expression(node)
+        return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
+
+    def _within_parts(self, parts: Sequence[ast.comprehension], results: Sequence[ast.expr]) -> list[Read]:
+        """What a comprehension is computed from, whose own variables are no others' of these names."""
+        read = [one for part in parts for one in self._items_of(part.iter)]
+        for expression in (*(test for part in parts for test in part.ifs), *results):
+            read += self.expression(expression)
+        own = stored([part.target for part in parts])
+        return [one for one in read if not (isinstance(one, Path) and one.root in own)]
+
+    def _call(self, node: ast.Call) -> Call:
+        call = Call(
+            tuple(self.expression(node.func)),
+            tuple(tuple(self._argument(one)) for one in node.args),
+            tuple((one.arg or "", tuple(self._argument(one.value))) for one in node.keywords),
+            any(isinstance(one, ast.Starred) for one in node.args),
+            node.lineno,
+            next((number for number, one in enumerate(node.args) if isinstance(one, ast.Starred)), len(node.args)),
+        )
+        self._use(call, None, (), node.lineno)
+        owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if (path := _all_of(node)) is not None:
+            self._change(path, (path, *call.every), node.lineno)
+        if owner is not None and isinstance(node.func, ast.Attribute):
+            if not owner.attributes and (call.arguments or call.keywords):
+                self.reads.filled_from.setdefault(owner.root, []).extend(
+                    self._guarded((*call.every, *self._conditions))
+                )
+            if node.func.attr in _GROWS:
+                self._change(owner, (owner, *call.every), node.lineno)
+            elif node.func.attr == "clear":
+                self._change(owner, (), node.lineno)
+        return call
+
+    def _argument(self, node: ast.expr) -> list[Read]:
+        """As `expression`, and a text by itself, by which a function may choose another one."""
+        read = self.expression(node)
+        match node:
+            case ast.Constant(value=str() as text):
+                return [*read, Text((text,), ())]
+            case ast.JoinedStr(values=values):
+                parts = [_text_part(part) for part in values]
+                return [Text(tuple(part for part in parts if part is not None), tuple(read))] if all(parts) else read
+        return read
+
+
+def _all_of(call: ast.Call) -> Path | None:
+    """The object of which a call sets attributes by their names, as `setattr` and ``vars(x).update`` do."""
+    match call:
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str() as name), _]):
+            path = path_of(owner)
+            return None if path is None else Path(path.root, (*path.attributes, name))
+        case ast.Call(func=ast.Name(id="setattr"), args=[owner, *_]):
+            return path_of(owner)
+        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="vars"), args=[owner]), attr="update")):
+            return path_of(owner)
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(value=owner, attr="__dict__"), attr="update")):
+            return path_of(owner)
+    return None
+
+
+def _text_part(node: ast.expr) -> str | Path | None:
+    """A part of an f-string: a text or a path; None for what is computed there."""
+    match node:
+        case ast.Constant(value=str() as text):
+            return text
+        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
+            return path_of(value)
+    return None
+
+
+def _asks_for_several_ranks(test: ast.expr) -> bool:
+    """Whether a test is of the number of ranks only, as that before something that only several ranks need."""
+    match test:
+        case ast.Compare(left=left, comparators=[ast.Constant()]):
+            return "world_size" in ast.unparse(left).lower()
+    return False
+
+
+def _lines_of(node: ast.expr) -> Lines:
+    return Lines(node.lineno, node.end_lineno or node.lineno)
+
+
+def path_of(node: ast.expr) -> Path | None:
+    """The path that an expression is; None where it is another one."""
+    attributes: list[str] = []
+    while True:
+        match node:
+            case ast.Attribute(value=owner, attr=name):
+                attributes.append(name)
+            case ast.Subscript(value=ast.Call(func=ast.Name(id="globals")), slice=ast.Constant(value=str() as name)):
+                return Path(name, tuple(reversed(attributes)))
+            case ast.Subscript(value=owner, slice=ast.Constant(value=str() | int() as key)):
+                attributes.append(f"[{key!r}]")
+            case _:
+                break
+        node = owner
+    return Path(node.id, tuple(reversed(attributes))) if isinstance(node, ast.Name) else None
+
+
+def within(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a statement's blocks, but not those of functions within."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield child
+            yield from within(child)

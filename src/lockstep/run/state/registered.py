@@ -1,0 +1,298 @@
+"""Everything that a checkpoint of a run holds, gathered and put back by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import SavedModel, SavedTree, StateTree
+from lockstep.collectives import in_memory
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.run.checks.divergence import checksum
+from lockstep.run.metrics.early_stopping import EarlyStopping
+from lockstep.run.state.attributes import RunAttributes, path_of
+from lockstep.run.state.beside_modules import BesideModules
+from lockstep.run.state.kept_variables import KeptVariables
+from lockstep.run.state.registered_scheduler import RegisteredScheduler, UnregisteredSchedulers
+from lockstep.run.state.training_modes import TrainingModes
+from lockstep.run.state.user_values import PlainValue, Stateful, as_stateful, exposed
+from lockstep.strategies import StateLayout, Strategy, sparse_parameters
+
+
+class State:
+    """The objects of a run: models, optimizers, schedulers, and what the user wants kept."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        # Of each, as they were when it was registered: a forward pass may leave gathered ones in place of divided ones.
+        self.parameters: list[tuple[nn.Parameter, ...]] = []
+        self.known_parameters: set[nn.Parameter] = set()  # of models, now or before
+        self.learning: frozenset[nn.Parameter] = frozenset()  # those that learnt when their model was registered
+        self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
+        self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
+        self.schedulers: list[RegisteredScheduler] = []
+        self.unregistered: Final = UnregisteredSchedulers()
+        self.kept: dict[str, Stateful] = {}
+        self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
+        self.sample_sources: list[object] = []  # data sets, and the functions that loaders were given with them
+        self.attributes: RunAttributes | None = None  # once the training has begun
+        self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
+        self._names: list[set[str]] = []  # of each model's parameters when the training began
+        self.modes: list[TrainingModes] = []  # of each model
+        self.beside: Final = BesideModules(self.models, self.kept)
+        self._kept_variables: Final = KeptVariables(self.kept)
+        self._kept_modes: dict[str, TrainingModes] = {}  # of each kept module
+        self._transient: list[TransientBuffers] = []  # of each model
+        self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
+
+    def add_model(self, model: nn.Module) -> None:
+        """``model`` is trained."""
+        self.models.append(model)
+        self.parameters.append(tuple(model.parameters()))
+        self.known_parameters.update(model.parameters())
+        self.learning |= {p for p in model.parameters() if p.requires_grad}
+        self.sparse |= sparse_parameters(model).keys()
+        self.buffers += model.named_buffers()
+        self._transient.append(TransientBuffers(model))
+        self.modes.append(TrainingModes(model))
+        self._dtypes.append(_dtypes(model))
+
+    def require_same_dtypes(self) -> None:
+        """Check that models compute with the numbers that they had when they were registered.
+
+        Raises:
+            UsageError: if one was converted since.
+        """
+        for model, dtypes in zip(self.models, self._dtypes, strict=True):
+            for name, dtype in _dtypes(model).items():
+                if dtypes.get(name, dtype) != dtype:
+                    raise UsageError(
+                        f"{name} of {type(model).__name__} was {dtypes[name]} when run.model(...) was called, and is "
+                        f"{dtype} now: convert the model before, as in run.model(model.to({dtype}))"
+                    )
+
+    def require_same_names(self) -> None:
+        """Check that parameters are called what they were called when the training began.
+
+        Raises:
+            UsageError: if one is not, so that no resumed script could load it.
+        """
+        for model, names in zip(self.models, self._names, strict=False):
+            now = {name for name, _ in model.named_parameters()}
+            if odd := sorted(now ^ names):
+                raise UsageError(
+                    f"{', '.join(odd[:3])} of {type(model).__name__} came or went since the training began, as where "
+                    "weights are pruned or a part is added: a resumed script makes the model as it was at first, and "
+                    "could not load the checkpoint. Do it before run.epochs(...), with values that change nothing "
+                    "until then (a mask of ones, prune.identity); or train the parts one after another, each in a "
+                    "run of its own"
+                )
+
+    def rescan(self) -> None:
+        """Modules may have been replaced or added since: which parameters and buffers the models have now."""
+        self.parameters = [tuple(model.parameters()) for model in self.models]
+        self.known_parameters.update(p for parameters in self.parameters for p in parameters)
+        self.sparse = {p for model in self.models for p in sparse_parameters(model)}
+        self.buffers = [named for model in self.models for named in model.named_buffers()]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of ``parameter`` in its model."""
+        for model in self.models:
+            for name, known in model.named_parameters():
+                if known is parameter:
+                    return name
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def numbered(self, name: str, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+        """``name`` for what is measured of the step of ``optimizers``: with the first one's number, if not of all."""
+        return name if len(optimizers) == len(self.optimizers) else f"{name}_{self.optimizers.index(optimizers[0])}"
+
+    def keep(self, name: str, value: object, frame: FrameType | None = None) -> None:
+        """Save ``value`` under ``name``; the script is in ``frame``, or outward of it.
+
+        Raises:
+            UsageError: if it cannot be saved, or the name is taken.
+        """
+        if name in self.kept:
+            raise UsageError(f"keep({name}=...): something is kept under that name already; give it another")
+        self.kept[name] = as_stateful(name, value)
+        if isinstance(value, nn.Module):
+            self._kept_transient[name] = TransientBuffers(value)
+            self._kept_modes[name] = TrainingModes(value)
+        self._kept_variables.note(name, frame)
+
+    def require_kept(self, frame: FrameType) -> None:
+        """Check that what the script wants kept is what is saved.
+
+        Raises:
+            UsageError: if a value cannot be saved, or the script has another object now in its variable.
+        """
+        for kept in self.kept.values():
+            if isinstance(kept, PlainValue):
+                kept.state_dict()
+        self._kept_variables.require_bound(frame)
+
+    def look_for_schedulers(self, frame: FrameType) -> None:
+        """Find those that the script steps itself, where it has called the run in ``frame``."""
+        self.unregistered.look(frame, self.optimizers, [*(s.scheduler for s in self.schedulers), *self.kept.values()])
+
+    def note_attributes(self, device: torch.device) -> None:
+        """The training begins: attributes that differ from now on are state."""
+        kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
+        self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
+        self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
+
+    def settings_of_modules(self, *, attributes_of_all: bool) -> dict[str, object]:
+        """What modules of models, and kept ones, are set to, by name: whether they train, and attributes that changed.
+
+        Of modules that are not torch's own a body may have set attributes to what they tell of its samples. Whether it
+        does is known where bodies have just been looked at: only then are they to be asked for, by
+        ``attributes_of_all``.
+        """
+        kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
+        roots = {str(number): model for number, model in enumerate(self.models)} | kept
+        found: dict[str, object] = {
+            f"the training mode of {path_of(root, name)}": module.training
+            for root, of_root in roots.items()
+            for name, module in of_root.named_modules()
+        }
+        if self.attributes is not None:
+            found |= self.attributes.plain(of_all=attributes_of_all)
+        return found
+
+    def tree(self, layout: StateLayout) -> StateTree:
+        """The state of every object, of models and optimizers as ``layout`` gives it. Collective where that is."""
+        return {
+            "models": [layout.model_state(m) for m in self.models],
+            "about_models": [SavedModel.of(m).tree() for m in self.models],
+            "learn": [{name: p.requires_grad for name, p in m.named_parameters()} for m in self.models],
+            "transient": [buffers.state() for buffers in self._transient],
+            "modes": [modes.state() for modes in self.modes],
+            "optimizers": [layout.optimizer_state(o) for o in self.optimizers],
+            "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
+            "unregistered_schedulers": self.unregistered.state(),
+            "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
+            "kept_values": {n: v.state_dict() for n, v in self.kept.items() if isinstance(v, PlainValue)},
+            "kept_transient": {name: buffers.state() for name, buffers in self._kept_transient.items()},
+            "attributes": {} if self.attributes is None else self.attributes.state(),
+            "kept_modes": {name: modes.state() for name, modes in self._kept_modes.items()},
+        }
+
+    def load_models(self, tree: SavedTree, strategy: Strategy) -> None:
+        """Of `tree`, put back only what models hold: parameters and buffers. Collective.
+
+        Raises:
+            CheckpointError: if the script made other models than the one that saved.
+        """
+        _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
+
+    def load(self, tree: SavedTree, strategy: Strategy) -> list[str]:
+        """Put `tree` back. Collective.
+
+        Returns:
+            The parameters that learn, or do not, and the modules that are in training mode, or not, as they were when
+            it was saved and not as the script has just said.
+
+        Raises:
+            CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
+        """
+        self.load_models(tree, strategy)
+        _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
+        # Of models and optimizers, a strategy reads what this rank needs; the rest is small.
+        tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
+        _load_all("schedulers", [s.scheduler for s in self.schedulers], tree["schedulers"], _load)
+        self.unregistered.load(tree.get("unregistered_schedulers", {}))
+        kept = tree["kept"] | tree["kept_values"]
+        if set(kept) != set(self.kept):
+            raise CheckpointError(
+                f"the checkpoint keeps {_names(kept)} and this script {_names(self.kept)}; "
+                "call run.keep(...) for the same names before the training begins"
+            )
+        for name, value in self.kept.items():
+            _load_one(f"keep({name}=...)", value, kept[name], _load)
+        self._kept_variables.restored()
+        for buffers, state in zip(self._transient, tree["transient"], strict=True):
+            buffers.load(state)
+        for name, state in tree["kept_transient"].items():
+            self._kept_transient[name].load(state)
+        changed = []
+        for model, learn in zip(self.models, tree["learn"], strict=True):
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad != learn.get(name, parameter.requires_grad):
+                    parameter.requires_grad_(learn[name])
+                    changed.append(name)
+        for modes, saved in zip(self.modes, tree.get("modes", ()), strict=False):  # older checkpoints have none
+            changed += modes.load(saved)
+        for name, saved in tree.get("kept_modes", {}).items():
+            changed += [f"keep({name}=...).{module}" for module in self._kept_modes[name].load(saved)]
+        if self.attributes is not None:
+            self.attributes.load(tree.get("attributes", {}))
+        return changed
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _load_all(kind: str, here: list[Any], saved: list[Any], load: Callable[[Any, Any], None]) -> None:
+    if len(here) != len(saved):
+        raise CheckpointError(
+            f"the checkpoint holds {len(saved)} {kind} and this script made {len(here)}; "
+            "it must be resumed by the script that wrote it, or begin with --fresh"
+        )
+    for place, (value, state) in enumerate(zip(here, saved, strict=True)):
+        _load_one(f"{kind[:-1]} {place}" if len(here) > 1 else kind[:-1], value, state, load)
+
+
+def _load_one(what: str, value: Any, state: Any, load: Callable[[Any, Any], None]) -> None:
+    try:
+        load(value, state)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the {what} of the checkpoint does not fit this script's {type(exposed(value)).__name__}: {error}"
+        ) from error
+
+
+def _load(value: Stateful, state: Any) -> None:
+    value.load_state_dict(state)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+class TransientBuffers:
+    """The buffers of ``module`` that are in no state_dict, those with ``persistent=False``.
+
+    Most hold constants; a checkpoint takes those that have changed since the module was registered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Final = module
+        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self._buffers().items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Those that have changed, by name. Waits for the GPU."""
+        now = self._buffers()
+        return {name: b.detach() for name, b in now.items() if int(checksum(b)) != self._before.get(name)}
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put `state` back."""
+        buffers = self._buffers()
+        with torch.no_grad():
+            for name, value in state.items():
+                buffers[name].copy_(value)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        persistent = {id(tensor) for tensor in self._module.state_dict(keep_vars=True).values()}
+        return {
+            name: buffer
+            for name, buffer in self._module.named_buffers()
+            if id(buffer) not in persistent and not buffer.is_meta  # those of another rank's stage
+        }

@@ -1,0 +1,225 @@
+"""What a checkpoint of a run holds, gathered from its parts and put back into them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import SavedTree, StateTree
+from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.progress import Progress
+from lockstep.run.checks.divergence import DivergenceCheck
+from lockstep.run.recovery.resume_point import tree_marks
+from lockstep.run.setup.assembly import RunContext
+from lockstep.strategies import LossStrategy, ServerStrategy, StatePart
+from lockstep.strategy_kinds import split
+
+
+class RunSnapshot:
+    """The state of a whole run, the same for any number of ranks."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._position: Final = context.position
+        self._metrics: Final = context.metrics
+        self._carried: Final = context.carried
+        self._strategy_name: Final = split(context.settings.strategy)[0]
+        self._divergence: Final = DivergenceCheck(context.group)
+        self._marks_of_taken: object = None
+        self._left: dict[str, object] = {}  # how modules were as the last loop was left, until ranks compare it
+
+    def take(self) -> StateTree:
+        """What to save; equal on all ranks. Collective.
+
+        Raises:
+            MismatchError: if ranks hold different values.
+        """
+        objects = self.objects()
+        tree = objects | {
+            **self._common(),
+            "measures": self._metrics.train.state(self._context.group),
+            "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
+            "carry": self._carried.state(),
+            "is_left": self._position.is_left,
+        }
+        self._compare(tree)
+        self._marks_of_taken = tree_marks(objects)
+        return tree
+
+    def changed_since_taken(self) -> bool:
+        """Whether the script has changed, on any rank, what `take` gave last; False if it gave nothing. Collective."""
+        changed = self._marks_of_taken is not None and tree_marks(self.objects()) != self._marks_of_taken
+        return any(self._context.group.gather_objects(changed, "whether there is something to save"))
+
+    def take_own(self, part: StatePart) -> StateTree:
+        """The same as far as it lies on this rank, where a step has ended, but for what is measured.
+
+        Asks no other rank.
+        """
+        common = {**self._common(), "carry": self._carried.own_state(), "is_left": False}
+        return self._state.tree(part.layout) | common
+
+    def take_shared(self, part: StatePart) -> StateTree:
+        """`take_own`, if the ranks with the same part hold all of it.
+
+        Raises:
+            CheckpointError: if the script carries something, of which each rank has a part.
+        """
+        if self._carried.is_used:
+            raise CheckpointError("what the script carries from step to step lies on all ranks, each with a part")
+        return self.take_own(part)
+
+    def _common(self) -> StateTree:
+        """What is the same on all ranks beside the state of objects."""
+        position = self._position
+        return {
+            "strategy": (self._strategy_name, self._context.strategy.state_dict()),
+            "progress": position.progress.as_dict(),
+            "scaler": self._context.precision.state_dict(),
+            "metrics": position.metrics,
+            "measured_at": position.measured_at,
+            "evaluations": position.evaluations_done,
+            "passes": position.passes.as_dict(),
+            "early_stopping": {name: one.state_dict() for name, one in self._state.early_stopping.items()},
+            "ended": position.ended,
+            "reports": position.reports,
+            "best": position.best.as_dict(),
+            "norms": self._metrics.norms_state(),
+        }
+
+    def compare_ranks(self, *, looked_at: bool = True) -> None:
+        """Check that ranks that should hold the same values do, after a step. Collective.
+
+        Args:
+            looked_at: whether the bodies of the step were looked at: attributes of all modules are compared, too.
+
+        Raises:
+            MismatchError: if they do not.
+            UsageError: if numbers have other formats than when the training began.
+        """
+        self._context.kernels.require_formats()
+        if self._context.share.in_step and self._context.group.size > 1:
+            self._compare(self.objects(), attributes_of_all=looked_at)
+
+    def note_modules(self) -> None:
+        """A loop over micro-batches is left: ranks compare next how their modules were then. Asks no other rank.
+
+        The next pass sets their modes anew, and so does an evaluation.
+        """
+        if self._context.share.in_step and self._context.group.size > 1:
+            modules = self._modules(attributes_of_all=False)
+            self._left = {f"{name}, as the loop over run.train(...) was left,": v for name, v in modules.items()}
+
+    def compare_models(self) -> None:
+        """Check that ranks are about to evaluate the same models and kept modules, where each holds them whole.
+
+        Between two steps the script may have changed them on one rank, and the next step would hide it. Collective.
+
+        Raises:
+            MismatchError: if they do not.
+        """
+        context = self._context
+        part = context.strategy.state_part
+        is_whole = context.strategy.can_update_trainable and (part is None or not part.divides_models)
+        if context.share.in_step and context.group.size > 1 and is_whole:
+            kept = {name: value for name, value in self._state.kept.items() if isinstance(value, nn.Module)}
+            tree = {
+                "models": [_tensors_of(model) for model in self._state.models],
+                "kept": {name: _tensors_of(module) for name, module in kept.items()},
+            }
+            self._divergence.compare(tree, self._position.progress.step, modules=self._take_left())
+
+    def restore(self, tree: SavedTree) -> list[str]:
+        """Put back what `take` gave, but for the position; see `State.load`. Collective."""
+        context = self._context
+        changed = self._state.load(tree, context.strategy)
+        saved_by, saved_state = tree.get("strategy", ("", {}))
+        context.strategy.load_state_dict(in_memory(saved_state) if saved_by == self._strategy_name else {})
+        tree = in_memory(
+            {name: value for name, value in tree.items() if name not in ("models", "optimizers", "strategy")}
+        )
+        context.precision.load_state_dict(tree["scaler"])
+        recent, leads = bool(context.settings.log_every), context.group.leads
+        self._metrics.train.load(tree["measures"], here=leads)
+        self._metrics.recent.load(tree["recent"] if recent else {}, here=leads)
+        self._metrics.load_norms(tree.get("norms", {}))  # what was saved before norms were measured has none
+        self._carried.load(tree["carry"])
+        self._position.metrics = dict(tree["metrics"])
+        self._position.measured_at = dict(tree["measured_at"])
+        self._position.best.load(tree["best"])
+        self._position.reports = tree.get("reports", 0)  # what was saved before there were any has none
+        for name, one in self._state.early_stopping.items():
+            if name in tree["early_stopping"]:
+                one.load_state_dict(tree["early_stopping"][name])
+        return changed
+
+    def restore_position(self, tree: SavedTree) -> bool:
+        """After `restore`: put back how far the run was; whether that is within a turn of the outer loop."""
+        position = self._position
+        position.progress = Progress.from_dict(tree["progress"])
+        position.passes.load(tree["passes"])
+        position.is_left = tree["is_left"]
+        self.restore_evaluations(tree)
+        # With more patience than the run that ended, this one goes on.
+        position.ended = tree["ended"] and any(one.stopped for one in self._state.early_stopping.values())
+        return position.within_turn and not position.ended
+
+    def restore_evaluations(self, tree: SavedTree) -> None:
+        """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
+        self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
+
+    def _compare(self, tree: StateTree, *, attributes_of_all: bool = False) -> None:
+        self._context.kernels.require_formats()
+        # Tensors in a module's attributes may tell of this rank's samples, such as the last ones that it has seen.
+        shared = {name: value for name, value in tree.items() if name != "attributes"}
+        # Between two passes the script may do with modules on one rank what it likes, such as draw a picture.
+        modules = self._modules(attributes_of_all=attributes_of_all) if self._metrics.inside == "train" else {}
+        self._divergence.compare(
+            shared,
+            self._position.progress.step,
+            modules=modules | self._take_left(),
+            inputs=self._context.inputs.between_bodies() if self._context.share.in_step else {},
+        )
+
+    def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
+        """What modules are set to, by name, where it is to be the same on all ranks."""
+        strategy = self._context.strategy
+        if not self._context.share.in_step or isinstance(strategy, ServerStrategy | LossStrategy):
+            return {}
+        return self._state.settings_of_modules(attributes_of_all=attributes_of_all)
+
+    def _take_left(self) -> dict[str, object]:
+        left, self._left = self._left, {}
+        return left
+
+    def objects(self) -> StateTree:
+        """The state of models, optimizers, schedulers and of what is kept. Collective."""
+        context = self._context
+        if self._state.attributes is not None:
+            self._state.attributes.require_storable(context.strategy)
+        tree = self._state.tree(context.strategy.state_layout)
+        of_leader = ["attributes", "unregistered_schedulers"]
+        if isinstance(context.strategy, ServerStrategy) or not context.share.in_step:
+            # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
+            # moved otherwise. A checkpoint holds the leader's, not a mixture.
+            of_leader += ["kept", "kept_values", "kept_transient", "transient"]
+        if context.group.size > 1:
+            kept = {name: tree[name] for name in of_leader}
+            outline = context.group.broadcast_object(as_absent_shards(kept), "what is kept")
+            tree |= as_owned_shards(kept) if context.group.leads else outline
+        if isinstance(context.strategy, LossStrategy):
+            moved = context.group.gather_objects([*tree["transient"][0]], "buffers that are in no state_dict")
+            for name in sorted({name for names in moved for name in names}):
+                raise UsageError(
+                    f"strategy pipeline: forward passes move the buffer {name}, which has persistent=False, and only "
+                    "the ranks of its stage know it; register it with persistent=True"
+                )
+        return tree
+
+
+def _tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict((*module.named_parameters(), *module.named_buffers()))

@@ -1,0 +1,147 @@
+"""Whole models out of a run, wherever their parts lie: in the leader's memory, or in a file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint import (
+    FileTensor,
+    SafetensorsWriter,
+    SavedModel,
+    StateTree,
+    averaged_state,
+    check_writable,
+    content_of,
+    in_file,
+    tensors_file,
+    write_beside,
+    write_torch_file,
+)
+from lockstep.collectives import TensorShard, gather_on_leader
+from lockstep.errors import CheckpointError, SettingError, UsageError
+from lockstep.run.loop.train_step import TrainStep
+from lockstep.run.setup.assembly import RunContext
+from lockstep.strategies import ServerStrategy
+
+
+class WholeModels:
+    """Gathers the models of a run, and those that are kept, on the leader."""
+
+    def __init__(self, context: RunContext, train_step: TrainStep) -> None:
+        self._context: Final = context
+        self._state: Final = context.state
+        self._train_step: Final = train_step
+
+    def state_dict(self, model: nn.Module) -> StateTree:
+        """The whole state of ``model`` on the leader, as copies on the CPU, and an empty one elsewhere. Collective."""
+        state = self._parts(model, "state_dict")
+        items = gather_on_leader(self._context.group, state)
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in items}
+
+    def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
+        """Write the whole ``model`` to ``path``; the leader writes, one tensor at a time but for ``.pt``. Collective.
+
+        Raises:
+            SettingError: on all ranks, if the file cannot be written or cannot hold such a model.
+        """
+        if self._context.measure is not None:
+            return  # nothing of a run that is measured is kept: a few steps must not take a trained model's place
+        parts, group, out = self._parts(model, "save"), self._context.group, Path(path)
+        # The widest elements first, so that each tensor can be mapped into memory as it is.
+        state = dict(sorted(parts.items(), key=lambda named: -_spec(*named).element))
+        specs = [_spec(name, value) for name, value in state.items()]
+        kind, refused = "", ""
+        if group.leads:
+            try:
+                others = [spec.name for spec in specs if not spec.element]
+                kind = check_writable(out, [(s.name, s.tensor.dtype) for s in specs if s.element], others)
+            except (SettingError, OSError) as error:
+                refused = str(error)
+        if refused := group.broadcast_object(refused, "whether a model can be written"):
+            raise SettingError(refused)
+        items = gather_on_leader(group, state)
+        failed = ""
+        try:
+            if kind == "torch":
+                whole = dict(items)
+                write_torch_file(out, {name: whole[name] for name in parts})
+            elif kind:
+                with SafetensorsWriter(
+                    tensors_file(out) if kind == "directory" else out, [s.tensor for s in specs]
+                ) as f:
+                    for _, value in items:
+                        f.write(content_of(value))
+            if kind == "directory":
+                averages = isinstance(model, torch.optim.swa_utils.AveragedModel)
+                write_beside(out, SavedModel.of(model.module if averages else model).files)
+        except OSError as error:
+            failed = f"{type(error).__name__}: {error}"
+        for _ in items:  # what the leader does not take any more the others send all the same
+            pass
+        if failed := group.broadcast_object(failed, "how the writing of a model ended"):
+            raise CheckpointError(f"{out} was not written: {failed}; what was there before still is")
+
+    def _parts(self, model: nn.Module, method: str) -> StateTree:
+        """The state of ``model``, with a `TensorShard` for what ranks hold together. Collective.
+
+        Raises:
+            UsageError: for a model that the run does not know, or in the middle of a step.
+        """
+        self._refuse_within_step(method)
+        strategy = self._context.strategy
+        if any(model is known for known in self._state.models):
+            return strategy.state_layout.model_state(model)
+        kept = [name for name, value in self._state.kept.items() if value is model]
+        if not kept:
+            raise UsageError(
+                f"run.{method}({type(model).__name__}): it is no model of this run; give one that run.model(...) "
+                "returned, or one that is kept by run.keep(name=model)"
+            )
+        state = dict(averaged_state(model.state_dict()))
+        odd = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_plain(value)]
+        if odd:
+            raise UsageError(
+                f"run.{method}({kept[0]}): this rank holds only a part of {odd[0]}; keep a copy that is whole, under "
+                "strategy ddp or zero"
+            )
+        return state
+
+    def _refuse_within_step(self, method: str) -> None:
+        current = self._train_step.current
+        if current is None:
+            return
+        if isinstance(self._context.strategy, ServerStrategy):
+            raise UsageError(
+                f"run.{method}(...) in the loop of run.train(...): under this strategy some ranks serve and never run "
+                "its body; call it after the loop, where all ranks do"
+            )
+        if not current.complete:
+            raise UsageError(
+                f"run.{method}(...) in the middle of a step, where ranks are at different micro-batches: write "
+                f"`if run.step(loss): run.{method}(...)`, or call it after the loop of run.train(...)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Spec:
+    """An item of a state."""
+
+    name: str
+    tensor: FileTensor
+    element: int  #: bytes of an element; 0: it is no tensor
+
+
+def _spec(name: str, value: object) -> _Spec:
+    if isinstance(value, torch.Tensor | TensorShard):
+        return _Spec(name, in_file(name, value.dtype, tuple(value.shape)), value.dtype.itemsize)
+    return _Spec(name, FileTensor(name, "", (), 0), 0)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
