@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from lockstep.collectives import single_rank_group
-from lockstep.strategies.powersgd import PowerSGD
+from lockstep.strategies.replicated.powersgd import PowerSGD
 
 
 def perceptron() -> nn.Module:

@@ -21,9 +21,9 @@ from lockstep.collectives.all_reduce import _fold, _NoAllReduce
 from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.run.checks.nonfinite import NonFiniteChecks
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.ddp_buckets import align_gradients
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.state_layout import ReplicatedLayout
+from lockstep.strategies.replicated.ddp_buckets import align_gradients
 
 BUCKET = 25 << 20  # bytes
 HOST_US = 6.0

@@ -306,7 +306,11 @@ PLANTED = {
         "import torch.distributed as d\nd.all_reduce(x)",
         "not d.all_reduce",
     ),
-    "a strategy's import": ("strategies/ddp.py", "from torch.distributed import all_reduce", "only collectives"),
+    "a strategy's import": (
+        "strategies/ddp.py",
+        "from torch.distributed import all_reduce",
+        "only collectives",
+    ),
     "a bad name": ("strategies/utils.py", "", "idea was not found"),
     "a room without a floor": ("cellar.py", "", "no floor"),
     "a room by its name": ("data.py", "import_module('lockstep.run')", "imported by name"),

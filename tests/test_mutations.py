@@ -49,7 +49,7 @@ from lockstep.launch.rendezvous.notices import (
 )
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature
-from lockstep.launch.run_directory import next_generation
+from lockstep.launch.run_dir.run_directory import next_generation
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.grid_engine import GridEngine
 from lockstep.launch.schedulers.job_script import site_defaults
@@ -69,12 +69,12 @@ from lockstep.scale.published import read_rows
 from lockstep.scale.step_profile import GradientReady
 from lockstep.slurm_syntax import expand_counts, expand_hosts
 from lockstep.tune import Choice, Float, load
-from lockstep.tune.claims import TrialClaims
-from lockstep.tune.death import Death
-from lockstep.tune.journal import JournalWriter, SearchPlan, journal_file
-from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.record.journal import JournalWriter, SearchPlan, journal_file
+from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.worker_death import Death
+from lockstep.tune.results.summary import show
 from lockstep.tune.search import Space
-from lockstep.tune.summary import show
 from lockstep.world.world import leading_host
 
 SLICE, ALL = 60, 10_000
@@ -663,8 +663,9 @@ def test_all_that_unpickles_is_here():
 def test_all_that_reads_json_is_here():
     """Who reads JSON without `lockstep.records` reads what its own process, or its child, has just written."""
     own = {
-        "tune/start_search.py", "tune/search_worker.py", "tune/outcome.py", "tune/search_directory.py",
-        "tune/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py", "step_record.py",
+        "tune/start_search.py", "tune/workers/search_worker.py", "tune/workers/outcome.py",
+        "tune/record/search_directory.py",
+        "tune/results/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py", "step_record.py",
         "checkpoint/model_files.py", "checkpoint/save_thread.py", "checkpoint/next_step.py", "records.py",
         "transcript.py", "verify/written_run.py",
         "launch/workers/fork_server.py", "launch/workers/fork_messages.py", "launch/workers/rank_environment.py",

@@ -26,7 +26,7 @@ from lockstep.collectives import (
 from lockstep.collectives.group import refuse_shared_gpus
 from lockstep.collectives.owner_broadcast import BroadcastFromOwner
 from lockstep.errors import MismatchError, PeerLost, WorldError
-from lockstep.strategies.ddp_reducer import DdpReducer
+from lockstep.strategies.replicated.ddp_reducer import DdpReducer
 from lockstep.testing import run_each, run_ranks
 from lockstep.world import World
 

@@ -18,8 +18,8 @@ from loaders import loader_of, on_world, steps_of
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.batch import BatchPlan
+from lockstep.data.iterable.single_process_view import single_process_view
 from lockstep.data.seen_samples import checksum
-from lockstep.data.single_process_view import single_process_view
 from lockstep.errors import DataError
 from lockstep.run import Run
 from lockstep.testing import state_hash

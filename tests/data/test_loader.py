@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from lockstep.batch import BatchPlan
 from lockstep.data import choose_workers, is_in_memory
-from lockstep.data.orders import ShuffledOrder
-from lockstep.data.sampling import epoch_positions
-from lockstep.data.stream_agreement import bytes_of
+from lockstep.data.indexed.orders import ShuffledOrder
+from lockstep.data.indexed.sampling import epoch_positions
+from lockstep.data.iterable.stream_agreement import bytes_of
 from lockstep.errors import DataError
 
 KINDS = {

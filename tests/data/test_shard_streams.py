@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from loaders import Meeting, evaluated, loader_of, on_world, passes, samples_of, steps_of
 
 from lockstep.batch import BatchPlan
-from lockstep.data.dealt_shards import Piece, first_deal, next_deal, position_in
-from lockstep.data.iterable_loader import IterableLoader
-from lockstep.data.shard_streams import SeededShards, shard_stream_of
+from lockstep.data.iterable.iterable_loader import IterableLoader
+from lockstep.data.shards.dealt_shards import Piece, first_deal, next_deal, position_in
+from lockstep.data.shards.shard_streams import SeededShards, shard_stream_of
 from lockstep.errors import DataError
 
 
@@ -167,7 +167,7 @@ def passes_of(make, sizes, world, meeting):
 
 @pytest.mark.parametrize("kind", [Drawing, Buffered, Ordered])
 def test_what_a_shard_draws_is_the_same_on_any_world_in_any_process_and_after_a_resume(kind, monkeypatch):
-    monkeypatch.setattr("lockstep.data.shard_streams.OwnShards.seeks", kind is not Buffered)
+    monkeypatch.setattr("lockstep.data.shards.shard_streams.OwnShards.seeks", kind is not Buffered)
     lengths, sizes = [7, 10, 0, 13, 5, 11, 2, 19, 16, 4], (6, 3)  # most begin in the midst of a micro-batch
 
     def found(world, workers=0, first_step=0, known=None):

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch.agent import Agent, Stops
-from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
+from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.rendezvous.lease import Lease
 from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
+from lockstep.launch.terminal.console import Screen
 from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lockstep.launch.host import holder_of
+from lockstep.launch.host.machine import holder_of
 from lockstep.testing import run_each
 
 DEADLINE_S = 60

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.launch.console import Screen, Tail
-from lockstep.launch.deadline_thread import ScreenThread
+from lockstep.launch.host.timed_calls import ScreenThread
+from lockstep.launch.terminal.console import Screen, Tail
 from waiting import wait_until
 
 

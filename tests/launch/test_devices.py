@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import AuditError
-from lockstep.launch.devices import Devices
 from lockstep.launch.diagnosis.error_record import Failure
+from lockstep.launch.host.devices import Devices
 
 TRAINS = """
 import sys, os, torch

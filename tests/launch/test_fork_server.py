@@ -12,7 +12,7 @@ from waiting import wait_until
 #: A launcher that closes its fork server while that stands still, and then sees its end or is killed.
 LAUNCHER = """
 import os, signal, socket, sys
-from lockstep.launch.request import Executable
+from lockstep.launch.job.request import Executable
 from lockstep.launch.workers.fork_messages import message
 from lockstep.launch.workers.fork_server import ForkServer
 

@@ -6,11 +6,11 @@ import socket
 from pathlib import Path
 
 from lockstep.heartbeat_message import Heartbeat, SourceLine
-from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, RankState
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces
-from lockstep.launch.rank_channel import RankChannel
+from lockstep.launch.host.timed_calls import FileThread
+from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import LOST_ADDRESSES, STOP_REASON
 
 

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launch.owned_directory import SHARED_MEMORY, new_owned_directory, remove_left, remove_owned_directory
+from lockstep.launch.run_dir.owned_directory import (
+    SHARED_MEMORY,
+    new_owned_directory,
+    remove_left,
+    remove_owned_directory,
+)
 from waiting import wait_until
 
 #: Rank 0, and a copy of it as a loader process is one, leave segments as torch does where it is killed in between.

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.launch import procfs
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from lockstep.launch.host import procfs
 from lockstep.launch_contract import CHANNEL
 from waiting import wait_until
 
@@ -212,7 +212,7 @@ def test_a_process_is_told_apart_from_another_with_its_number():
 
 def test_the_flags_of_python_reach_the_ranks_but_for_those_that_hide_the_package():
     """`python -O -X dev -m lockstep run train.py` is to run the script as `python -O -X dev train.py` does."""
-    command = "from lockstep.launch.child_process import own_python; print(*own_python('rank', []))"
+    command = "from lockstep.launch.host.child_process import own_python; print(*own_python('rank', []))"
     ended = subprocess.run(
         [sys.executable, "-O", "-s", "-X", "dev", "-c", command], capture_output=True, text=True, check=True
     )

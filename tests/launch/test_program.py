@@ -9,15 +9,15 @@ import textwrap
 import pytest
 
 from lockstep.errors import SettingError
-from lockstep.launch.program import check_program
-from lockstep.launch.program_sources import mentions_lockstep, needs_only_python, unread_options
-from lockstep.launch.request import Executable, Function, Module, Script
+from lockstep.launch.job.program import check_program
+from lockstep.launch.job.program_sources import mentions_lockstep, needs_only_python, unread_options
+from lockstep.launch.job.request import Executable, Function, Module, Script
 from lockstep.launch.workers.tcp_store import UNUSED, USED, serve_store
 from lockstep.testing import run_ranks
 
 SERVED = """
     import socket, sys
-    from lockstep.launch.request import Script
+    from lockstep.launch.job.request import Script
     from lockstep.launch.workers.fork_server import _import_once
     print(_import_once(socket.socketpair()[0], Script(sys.argv[1]), True, False), "lockstep.run.run" in sys.modules)
 """

@@ -10,10 +10,11 @@ import time
 import pytest
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.launch.deadline_thread import StoppedWaiting
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
-from lockstep.launch.program_sources import source_hashes
+from lockstep.launch.host.timed_calls import StoppedWaiting
+from lockstep.launch.job.program_sources import source_hashes
+from lockstep.launch.job.request import Module, Nodes, Request, Script
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences
 from lockstep.launch.rendezvous.join import limits_of, probe
@@ -24,7 +25,6 @@ from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_connection import open_store, read_contract, tell_refused
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, _contract_in, create_store
-from lockstep.launch.request import Module, Nodes, Request, Script
 from lockstep.network_interface import interface_of
 from waiting import wait_until
 

@@ -10,10 +10,10 @@ from types import ModuleType
 import pytest
 
 from lockstep.errors import LockstepError, SettingError
-from lockstep.launch import host
-from lockstep.launch.host import Machine, cpus_beside_gpus, visible
-from lockstep.launch.request import Executable, Function, Module, Request, Script
-from lockstep.launch.run_directory import note_generation, note_refused, prepare, settle
+from lockstep.launch.host import machine as host
+from lockstep.launch.host.machine import Machine, cpus_beside_gpus, visible
+from lockstep.launch.job.request import Executable, Function, Module, Request, Script
+from lockstep.launch.run_dir.run_directory import note_generation, note_refused, prepare, settle
 from lockstep.launch.workers.rank_environment import common_environment, rank_environment
 from lockstep.settings import ResolvedSettings
 from lockstep.world import World

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from lockstep.launch.child_process import stop_signals_blocked
+from lockstep.launch.host.child_process import stop_signals_blocked
 from waiting import wait_until
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from audit import EVERY, WHAT, Flip, clean_steps, draw, what_was_found
 from lockstep import Run
 from lockstep.batch import BatchPlan, StepCheck
-from lockstep.data.sampling import AuditedSteps, CheckedSteps, audited_alone, epoch_positions
+from lockstep.data.indexed.sampling import AuditedSteps, CheckedSteps, audited_alone, epoch_positions
 from lockstep.errors import SettingError
 from lockstep.run.proofs.audit import judged
 from lockstep.run.proofs.replay import Digest

@@ -24,11 +24,11 @@ from lockstep.run.batches.to_device import to_device
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.loop.step_losses import StepLosses
 from lockstep.run.setup.precision import Precision
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.ddp_buckets import align_gradients
-from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet
+from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout
+from lockstep.strategies.replicated.ddp_buckets import align_gradients
+from lockstep.strategies.replicated.single_process import SingleProcess
 from worlds import on_world
 
 MANY = 200

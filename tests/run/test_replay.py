@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lockstep import Run, UsageError
 from lockstep.batch import BatchPlan, StepCheck
-from lockstep.data.sampling import CheckedSteps, checked, epoch_positions
+from lockstep.data.indexed.sampling import CheckedSteps, checked, epoch_positions
 from lockstep.run.proofs.replay import CheckSchedule
 from lockstep.testing import state_hash
 from worlds import on_world

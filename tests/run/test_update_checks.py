@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.errors import MismatchError, UsageError
 from lockstep.run import Run
 from lockstep.run.checks.update_checks import mixes_parameters
-from lockstep.strategies import partial_models
+from lockstep.strategies.not_whole import partial_models
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.run import Run
-from lockstep.strategies.auto import Choice, Link, choose, measure
+from lockstep.strategies.replicated.auto import Choice, Link, choose, measure
 from lockstep.testing import run_ranks
 
 MB, GB = 10**6, 10**9

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
-from lockstep.strategies import buffers
+from lockstep.strategies.parts import buffers
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 

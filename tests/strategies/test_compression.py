@@ -15,9 +15,9 @@ from lockstep.errors import SettingError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
-from lockstep.strategies.compression import Cast
-from lockstep.strategies.powersgd import PowerSGD, orthonormalize
-from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.replicated.compression import Cast
+from lockstep.strategies.replicated.powersgd import PowerSGD, orthonormalize
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import on_world

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.collectives import StoredTensor, open_group
 from lockstep.errors import MismatchError, UsageError
-from lockstep.strategies.divided_construction import DividedConstruction
+from lockstep.strategies.not_whole.divided_construction import DividedConstruction
 from lockstep.testing import run_ranks
 from lockstep.world import World
 

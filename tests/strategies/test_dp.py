@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.run import Run
-from lockstep.strategies.dp import CpuDataParallel
+from lockstep.strategies.replicated.dp import CpuDataParallel
 from worlds import on_world
 
 Pair = namedtuple("Pair", "sum rows")

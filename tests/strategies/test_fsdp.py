@@ -16,8 +16,8 @@ from lockstep.collectives import Group, single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.sharded.hybrid_sharded import ranks_of_a_copy
-from lockstep.strategies.single_process import SingleProcess
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import error_of, on_world

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.strategies.grad_norm import norm_of_rows, squared_row_norms
+from lockstep.strategies.parts.grad_norm import norm_of_rows, squared_row_norms
 
 shapes = st.lists(st.integers(0, 9), min_size=0, max_size=4)
 

@@ -11,7 +11,7 @@ from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import open_group
 from lockstep.errors import UsageError
 from lockstep.strategies import ParameterSet, StrategyContext, open_strategy
-from lockstep.strategies.multi_gpu import check_reached, spans_gpus
+from lockstep.strategies.parts.multi_gpu import check_reached, spans_gpus
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import on_world

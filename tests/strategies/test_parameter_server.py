@@ -28,7 +28,7 @@ from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles
 from lockstep.strategies.parameter_server.server_context import Push
-from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategy_kinds import ParameterServerOptions
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World

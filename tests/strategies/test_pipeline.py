@@ -19,7 +19,8 @@ from lockstep.errors import SettingError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.strategies import LossCall, StrategyContext
-from lockstep.strategies.buffers import Buffers
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.random_state import random_state
 from lockstep.strategies.pipelined.division import neighbours
 from lockstep.strategies.pipelined.pipeline import Pipeline
 from lockstep.strategies.pipelined.random_states import RandomStates
@@ -31,7 +32,6 @@ from lockstep.strategies.pipelined.stage import (
     StageMicroBatch,
     StageModules,
 )
-from lockstep.strategies.random_state import random_state
 from lockstep.strategy_kinds import PipelineOptions
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World

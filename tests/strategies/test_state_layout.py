@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.collectives import TensorShard, open_group
-from lockstep.strategies.state_layout import OwnerLayout, ReplicatedLayout
+from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout
 from lockstep.testing import run_ranks, state_hash
 from lockstep.world import World
 

@@ -14,8 +14,8 @@ from lockstep.collectives import single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.strategies import ParameterSet, StrategyContext, open_strategy
-from lockstep.strategies.gradient_accumulation import TreeGradientAccumulator
-from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.parts.gradient_accumulation import TreeGradientAccumulator
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.testing import state_hash
 from worlds import error_of, on_world
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lockstep.tune.trial import Reported, Trial
+from lockstep.tune.record.trial import Reported, Trial
 
 
 def trial(

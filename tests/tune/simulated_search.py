@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from lockstep.tune.journal import JournalWriter, SearchPlan, SearchRecord
-from lockstep.tune.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.record.journal import JournalWriter, SearchPlan, SearchRecord
+from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.record.trial import Move, Reported, Trial
 from lockstep.tune.search import Choice, Float, Individual, Int, Space, make_algorithm
 from lockstep.tune.stopping import make_stopping
-from lockstep.tune.trial import Move, Reported, Trial
 
 SPACE = Space.of(
     {

@@ -9,10 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
-from lockstep.tune.journal import JournalReader, JournalWriter, SearchPlan, journal_file, read_search
-from lockstep.tune.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded, decode, encode
+from lockstep.tune.record.journal import JournalReader, JournalWriter, SearchPlan, journal_file, read_search
+from lockstep.tune.record.records import (
+    AttemptCut,
+    Entry,
+    LossReported,
+    MovePlanned,
+    TrialBegan,
+    TrialEnded,
+    decode,
+    encode,
+)
+from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.search import Float, Space
-from lockstep.tune.trial_history import TrialHistory
 
 finite = st.floats(allow_nan=False, width=64)
 small = st.integers(0, 5)

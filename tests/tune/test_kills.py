@@ -10,8 +10,8 @@ import pytest
 from searches import processes_of, search_quickly, started
 
 from lockstep.tune import load
-from lockstep.tune.journal import SEARCH_FILE, JournalReader
-from lockstep.tune.records import TrialEnded
+from lockstep.tune.record.journal import SEARCH_FILE, JournalReader
+from lockstep.tune.record.records import TrialEnded
 from waiting import wait_until
 
 TRIALS = 60

@@ -10,10 +10,10 @@ import pytest
 from simulated_search import simulated_search, write
 
 from lockstep.errors import SettingError
-from lockstep.tune.journal import JournalWriter, SearchPlan, read_search
-from lockstep.tune.optuna_study import export_optuna, import_optuna
-from lockstep.tune.records import TrialBegan, TrialEnded
-from lockstep.tune.result import load
+from lockstep.tune.record.journal import JournalWriter, SearchPlan, read_search
+from lockstep.tune.record.records import TrialBegan, TrialEnded
+from lockstep.tune.results.optuna_study import export_optuna, import_optuna
+from lockstep.tune.results.result import load
 from lockstep.tune.search import Bool, Choice, Float, Individual, Int, Space, make_algorithm
 
 

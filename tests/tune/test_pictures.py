@@ -10,7 +10,6 @@ import pytest
 from made_trials import trial
 from simulated_search import SPACE, simulated_search
 
-from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures import (
     PICTURES,
     descent,
@@ -19,6 +18,7 @@ from lockstep.tune.pictures import (
     progress,
     timeline,
 )
+from lockstep.tune.record.journal import SearchRecord
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from made_trials import trial
 
 from lockstep.errors import UsageError
-from lockstep.tune.journal import SearchRecord
-from lockstep.tune.pareto_front import pareto_front
-from lockstep.tune.result import SearchResult
-from lockstep.tune.summary import show
+from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.results.pareto_front import pareto_front
+from lockstep.tune.results.result import SearchResult
+from lockstep.tune.results.summary import show
 
 VECTORS = st.integers(1, 3).flatmap(
     lambda size: st.lists(st.tuples(*[st.integers(0, 4).map(float)] * size), max_size=25)

@@ -8,9 +8,9 @@ import pytest
 from made_trials import trial
 from rich.console import Console
 
-from lockstep.tune.journal import SearchPlan, SearchRecord
-from lockstep.tune.terminal_view import LiveSearchView, picture
-from lockstep.tune.views import SearchLines, choose_search_view, line_of, watch_search
+from lockstep.tune.record.journal import SearchPlan, SearchRecord
+from lockstep.tune.results.live_views import SearchLines, choose_search_view, line_of, watch_search
+from lockstep.tune.results.terminal_view import LiveSearchView, picture
 
 
 def record_of(*trials):

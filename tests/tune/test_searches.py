@@ -10,9 +10,9 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import LaunchError, SettingError
 from lockstep.tune import Choice, Evaluated, Float, Int, Islands, load
-from lockstep.tune.claims import TrialClaims
-from lockstep.tune.driver import plan_workers
+from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.start_search import worker_sizes
+from lockstep.tune.workers.driver import plan_workers
 from waiting import DEADLINE_S, wait_until
 
 SPACE = {"x": Float(-1, 1), "n": Int(0, 3), "kind": Choice("a", ("b", 2), None)}

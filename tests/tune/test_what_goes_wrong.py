@@ -29,14 +29,14 @@ from lockstep.formatting import acts
 from lockstep.launch_contract import ENDS_AT
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Choice, Evaluated, Float, draw_pictures, load
-from lockstep.tune.journal import JournalWriter, SearchPlan, write_patiently
-from lockstep.tune.outcome import Outcome
-from lockstep.tune.records import TrialBegan
+from lockstep.tune.record.journal import JournalWriter, SearchPlan, write_patiently
+from lockstep.tune.record.records import TrialBegan
+from lockstep.tune.results.summary import show
+from lockstep.tune.results.terminal_view import picture
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
-from lockstep.tune.summary import show
-from lockstep.tune.terminal_view import picture
+from lockstep.tune.workers.outcome import Outcome
 from waiting import DEADLINE_S
 
 LINE = {"x": Float(0, 1)}

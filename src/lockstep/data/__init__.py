@@ -26,12 +26,20 @@
 No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
 """
 
-from lockstep.data.dealt_shards import ShardsFound
+from lockstep.data.indexed.orders import Order, OrderFunction
+from lockstep.data.indexed.sampling import (
+    AuditedSteps,
+    CheckedSteps,
+    Data,
+    MicroBatch,
+    Padding,
+    TorchLoader,
+    UserDataset,
+)
 from lockstep.data.loader import is_in_memory, open_micro_batch_loader, open_order
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.orders import Order, OrderFunction
-from lockstep.data.sampling import AuditedSteps, CheckedSteps, Data, MicroBatch, Padding, TorchLoader, UserDataset
 from lockstep.data.seen_samples import SeenSamples, checksum
+from lockstep.data.shards.dealt_shards import ShardsFound
 from lockstep.data.workers import CollateFunction, WorkerOptions, choose_workers
 
 __all__ = [

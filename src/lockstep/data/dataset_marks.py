@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from lockstep.data.sampling import UserDataset
+from lockstep.data.indexed.sampling import UserDataset
 
 _DEEPEST: Final = 8  # such as a data set, its parts, one of them, its transforms, and those in a list among these
 _MOST: Final = 2000  # attributes and items that are looked at

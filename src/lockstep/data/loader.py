@@ -10,12 +10,9 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from lockstep.batch import BatchPlan
-from lockstep.data.indexed_loader import IndexedLoader, SampleSource, TensorSource
-from lockstep.data.iterable_dataset import StreamShare, refuse_unequal
-from lockstep.data.iterable_loader import IterableLoader
-from lockstep.data.map_dataset import MicroBatchSampler, ScriptSampler
-from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.orders import (
+from lockstep.data.indexed.indexed_loader import IndexedLoader, SampleSource, TensorSource
+from lockstep.data.indexed.map_dataset import MicroBatchSampler, ScriptSampler
+from lockstep.data.indexed.orders import (
     Order,
     OrderFunction,
     ShuffledOrder,
@@ -23,12 +20,15 @@ from lockstep.data.orders import (
     order_of_function,
     order_of_sampler,
 )
-from lockstep.data.sampling import UserDataset
-from lockstep.data.shard_order import ShardOrder
-from lockstep.data.shard_streams import shard_stream_of
-from lockstep.data.sharded_dataset import ShardedSamples, is_sharded
-from lockstep.data.stream_agreement import Agree
-from lockstep.data.tensor_dataset import columns_of
+from lockstep.data.indexed.sampling import UserDataset
+from lockstep.data.indexed.tensor_dataset import columns_of
+from lockstep.data.iterable.iterable_dataset import StreamShare, refuse_unequal
+from lockstep.data.iterable.iterable_loader import IterableLoader
+from lockstep.data.iterable.stream_agreement import Agree
+from lockstep.data.micro_batch_loader import MicroBatchLoader
+from lockstep.data.shards.shard_order import ShardOrder
+from lockstep.data.shards.shard_streams import shard_stream_of
+from lockstep.data.shards.sharded_dataset import ShardedSamples, is_sharded
 from lockstep.data.workers import CollateFunction, WorkerOptions
 from lockstep.errors import DataError, UsageError
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from lockstep.batch import BatchPlan, EpochSteps
-from lockstep.data.dealt_shards import ShardsFound
-from lockstep.data.sampling import NO_CHECKS, CheckedSteps, MicroBatch, Padding, TorchLoader
+from lockstep.data.indexed.sampling import NO_CHECKS, CheckedSteps, MicroBatch, Padding, TorchLoader
 from lockstep.data.seen_samples import SeenSamples
+from lockstep.data.shards.dealt_shards import ShardsFound
 
 
 class MicroBatchLoader(Protocol):

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.data.sampling import Sample
+from lockstep.data.indexed.sampling import Sample
 
 _LOOKED_AT: Final = 1024  # elements of an array, a text or a list that count for its checksum, evenly spread
 

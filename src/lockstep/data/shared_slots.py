@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker
 
-from lockstep.data.sampling import Data, Sample
+from lockstep.data.indexed.sampling import Data, Sample
 from lockstep.data.seen_samples import SeenBatch
 
 _ALIGNED: Final = 64  # as an allocator would: some kernels round differently on memory that is not

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from typing_extensions import override
 
-from lockstep.data.sampling import Data, Sample, TorchLoader
+from lockstep.data.indexed.sampling import Data, Sample, TorchLoader
 from lockstep.data.shared_slots import SlotCollate, beginning_workers, forget, forget_all
 from lockstep.launch_contract import STOP_SIGNALS
 from lockstep.seeding import seed_of

@@ -10,15 +10,14 @@ for the store where the launchers meet.
 """
 
 from lockstep.launch.agent import AfterFailure, Stops
-from lockstep.launch.child_process import die_with_parent, name_process, without_ignored_hangup
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
-from lockstep.launch.host import Machine, ask_driver
-from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.program import asks_for_help, check_program, show_help
-from lockstep.launch.program_sources import mentions_lockstep, own_sources, sources_hash, unread_options
-from lockstep.launch.quiet_run import QuietEnd, QuietRun, launch_quietly
-from lockstep.launch.request import (
+from lockstep.launch.host.child_process import die_with_parent, name_process, without_ignored_hangup
+from lockstep.launch.host.machine import Machine, ask_driver
+from lockstep.launch.job.program import asks_for_help, check_program, show_help
+from lockstep.launch.job.program_sources import mentions_lockstep, own_sources, sources_hash, unread_options
+from lockstep.launch.job.quiet_run import QuietEnd, QuietRun, launch_quietly
+from lockstep.launch.job.request import (
     Executable,
     Function,
     Module,
@@ -28,7 +27,8 @@ from lockstep.launch.request import (
     kind_options,
     without_options,
 )
-from lockstep.launch.run_directory import is_in_use, next_generation, ranks_of, versions
+from lockstep.launch.launcher import launch, start, watch
+from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.schedulers.script_text import SITE_FILE

@@ -23,8 +23,6 @@ from pathlib import Path
 
 from lockstep.errors import LaunchError
 from lockstep.formatting import relative_path
-from lockstep.launch.child_process import without_ignored_hangup
-from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.root_cause import (
     Diagnosis,
     RankExit,
@@ -33,13 +31,15 @@ from lockstep.launch.diagnosis.root_cause import (
     format_traceback,
     has_failed,
 )
+from lockstep.launch.host.child_process import without_ignored_hangup
+from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import decide, missing_hosts
 from lockstep.launch.rendezvous.membership_state import MembershipState, abandon, announce, initial_state
 from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.run_directory import MARK, note_generation
+from lockstep.launch.run_dir.run_directory import MARK, note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE, STOP_SIGNALS

@@ -23,25 +23,25 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
 from lockstep.formatting import relative_path
 from lockstep.launch.agent import AfterFailure, Agent, Stops
-from lockstep.launch.attached_terminal import AttachedTerminal, has_terminal
-from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import FileThread, ScreenThread, StoppedWaiting
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
-from lockstep.launch.emergency_memory import emergency_memory
-from lockstep.launch.host import Machine
+from lockstep.launch.host.machine import Machine
+from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting
+from lockstep.launch.job.request import Function, Nodes, OnHang, Request
 from lockstep.launch.node_start import NodePart, announce, prepared, running_elsewhere, say, settled
-from lockstep.launch.rank_channel import RankChannel
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.request import Function, Nodes, OnHang, Request
-from lockstep.launch.run_directory import MARK, Job, begin_options, note_refused
+from lockstep.launch.run_dir.memory_files import emergency_memory
+from lockstep.launch.run_dir.run_directory import MARK, Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.remote_start import run_start_commands
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
+from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
+from lockstep.launch.terminal.console import Screen
 from lockstep.launch.workers.fork_server_client import open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
+from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import (
     EMERGENCY,

@@ -15,16 +15,16 @@ from typing import TextIO
 from lockstep.errors import SettingError
 from lockstep.formatting import plural, relative_path
 from lockstep.launch.agent import Stops
-from lockstep.launch.console import Screen
-from lockstep.launch.deadline_thread import ScreenThread, call_in_time
-from lockstep.launch.host import Machine, threads_of_rank
+from lockstep.launch.host.machine import Machine, threads_of_rank
+from lockstep.launch.host.timed_calls import ScreenThread, call_in_time
+from lockstep.launch.job.request import Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
-from lockstep.launch.request import Nodes, Request
-from lockstep.launch.run_directory import Job, lock_if_free, next_generation, prepare, settle
+from lockstep.launch.run_dir.run_directory import Job, lock_if_free, next_generation, prepare, settle
 from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.launch.terminal.console import Screen
 
 
 def running_elsewhere(request: Request, nodes: Nodes) -> NewCoordinator | None:

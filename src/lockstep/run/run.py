@@ -49,11 +49,11 @@ from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
 from lockstep.run.recovery.point_marks import PointMarks
 from lockstep.run.recovery.resume_point import ResumePoint
-from lockstep.run.setup.assembly import set_up
 from lockstep.run.setup.identity import compare_draws
 from lockstep.run.setup.missing_names import no_attribute, refusing_unknown_arguments
 from lockstep.run.setup.registration import GivenModel, Registration
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import set_up
 from lockstep.run.setup.shutdown import Shutdown
 from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.snapshot import RunSnapshot

@@ -13,7 +13,7 @@ from lockstep.strategy_kinds import read_strategy, split
 
 Reduction = Literal["exact", "fast"]
 
-#: Lockstep's own limits, by where gradients are: strategies/ddp.py.
+#: Lockstep's own limits, by where gradients are: strategies/replicated/ddp.py.
 _BUCKET_MIB: Final = {"cpu": 4.0, "cuda": 25.0}
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import importlib
 
-from lockstep.strategies.batchnorm import synchronize_batchnorm
-from lockstep.strategies.buffers import Buffers, same
 from lockstep.strategies.delegation import DelegatingStrategy
-from lockstep.strategies.gradient_accumulation import (
+from lockstep.strategies.parts.batchnorm import synchronize_batchnorm
+from lockstep.strategies.parts.buffers import Buffers, same
+from lockstep.strategies.parts.gradient_accumulation import (
     LossCall,
     ParameterSet,
     TreeGradientAccumulator,
@@ -26,12 +26,12 @@ from lockstep.strategies.gradient_accumulation import (
     is_loss,
     parameters_of,
 )
-from lockstep.strategies.initial_values import give_values, is_on_meta, make_module
-from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.multi_gpu import spans_gpus
-from lockstep.strategies.sparse_gradients import refuse_sparse, sparse_parameters
-from lockstep.strategies.stage_sequence import StageSequence
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.parts.initial_values import give_values, is_on_meta, make_module
+from lockstep.strategies.parts.module_states import sync_module_states
+from lockstep.strategies.parts.multi_gpu import spans_gpus
+from lockstep.strategies.parts.sparse_gradients import refuse_sparse, sparse_parameters
+from lockstep.strategies.parts.stage_sequence import StageSequence
+from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import (
     LossStrategy,
     ReplicaAssignment,

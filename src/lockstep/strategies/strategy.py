@@ -26,8 +26,8 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, Runs, StoredTensor
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.gradient_accumulation import LossCall, ParameterSet
-from lockstep.strategies.stage_sequence import StageSequence
+from lockstep.strategies.parts.gradient_accumulation import LossCall, ParameterSet
+from lockstep.strategies.parts.stage_sequence import StageSequence
 
 StateDict = dict[str, Any]
 """What `torch.nn.Module.state_dict` and its like give: nested values with tensors in them."""

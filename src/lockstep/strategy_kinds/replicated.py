@@ -59,7 +59,7 @@ class ZeroOptions:
 
 AUTO: Final = StrategyKind(
     "auto",
-    "lockstep.strategies.auto",
+    "lockstep.strategies.replicated.auto",
     "ddp, zero or fsdp: the first whose parts fit into a GPU",
     divides=WHOLE,
     cost="lockstep.scale.simulator:ddp",
@@ -67,7 +67,7 @@ AUTO: Final = StrategyKind(
 KINDS: Final = (
     StrategyKind(
         "none",
-        "lockstep.strategies.single_process",
+        "lockstep.strategies.replicated.single_process",
         "one rank alone",
         same_bits=True,
         elsewhere=dict.fromkeys(("single-device", "single"), ""),
@@ -76,7 +76,7 @@ KINDS: Final = (
     ),
     StrategyKind(
         "dp",
-        "lockstep.strategies.dp",
+        "lockstep.strategies.replicated.dp",
         "one process divides each micro-batch between all devices",
         DpOptions,
         elsewhere=dict.fromkeys(("data-parallel", "dataparallel"), ""),
@@ -86,7 +86,7 @@ KINDS: Final = (
     ),
     StrategyKind(
         "ddp",
-        "lockstep.strategies.ddp",
+        "lockstep.strategies.replicated.ddp",
         "each rank holds the model, and gradients are summed",
         DdpOptions,
         same_bits=True,
@@ -102,7 +102,7 @@ KINDS: Final = (
     ),
     StrategyKind(
         "zero",
-        "lockstep.strategies.zero",
+        "lockstep.strategies.replicated.zero",
         "as ddp, with the state of optimizers divided between ranks",
         ZeroOptions,
         same_bits=True,

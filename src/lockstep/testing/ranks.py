@@ -40,7 +40,7 @@ T = TypeVar("T")
 _PRELOAD = (
     *("torch", "torch._dynamo", "hypothesis", "pytest", "lockstep.run", "lockstep.strategies.sharded.fully_sharded"),
     *("lockstep.strategies.pipelined.pipeline", "lockstep.strategies.parameter_server.hybrid"),
-    *("lockstep.strategies.zero", "lockstep.strategies.local.diloco", "lockstep.strategies.local.local_sgd"),
+    *("lockstep.strategies.replicated.zero", "lockstep.strategies.local.diloco", "lockstep.strategies.local.local_sgd"),
     *("lockstep.strategies.parameter_server.parameter_server", "encodings.idna"),  # Python's, for each connection
 )
 #: How long ranks may go on after one of them failed: enough to be told that it is gone.

@@ -50,39 +50,39 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep.tune.driver import Driver, SearchRequest, visible_gpus, watch_directory
-    from lockstep.tune.optuna_study import export_optuna, import_optuna
-    from lockstep.tune.outcome import Evaluated
     from lockstep.tune.pictures import draw_pictures, has_optuna
-    from lockstep.tune.result import SearchResult, load
+    from lockstep.tune.record.search_directory import join_directory, open_directory
+    from lockstep.tune.record.trial import Trial
+    from lockstep.tune.results.optuna_study import export_optuna, import_optuna
+    from lockstep.tune.results.result import SearchResult, load
+    from lockstep.tune.results.summary import show
     from lockstep.tune.search import Algorithm, Bool, Choice, Float, Individual, Int, Islands, Proposal, Space
-    from lockstep.tune.search_directory import join_directory, open_directory
     from lockstep.tune.start_search import tune, worker_sizes
     from lockstep.tune.stopping import StoppingRule
-    from lockstep.tune.summary import show
-    from lockstep.tune.trial import Trial
+    from lockstep.tune.workers.driver import Driver, SearchRequest, visible_gpus, watch_directory
+    from lockstep.tune.workers.outcome import Evaluated
 else:
     # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
     import importlib
 
     _ROOM_OF = {
-        "Driver": "driver",
-        "Evaluated": "outcome",
-        "SearchRequest": "driver",
-        "SearchResult": "result",
+        "Driver": "workers.driver",
+        "Evaluated": "workers.outcome",
+        "SearchRequest": "workers.driver",
+        "SearchResult": "results.result",
         "StoppingRule": "stopping",
-        "Trial": "trial",
+        "Trial": "record.trial",
         "draw_pictures": "pictures",
-        "export_optuna": "optuna_study",
+        "export_optuna": "results.optuna_study",
         "has_optuna": "pictures",
-        "import_optuna": "optuna_study",
-        "join_directory": "search_directory",
-        "load": "result",
-        "open_directory": "search_directory",
-        "show": "summary",
+        "import_optuna": "results.optuna_study",
+        "join_directory": "record.search_directory",
+        "load": "results.result",
+        "open_directory": "record.search_directory",
+        "show": "results.summary",
         "tune": "start_search",
-        "visible_gpus": "driver",
-        "watch_directory": "driver",
+        "visible_gpus": "workers.driver",
+        "watch_directory": "workers.driver",
         "worker_sizes": "start_search",
     }
 

@@ -16,15 +16,15 @@ from typing import Any
 from lockstep.errors import LaunchError, MismatchError, SettingError
 from lockstep.launch import Function
 from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
-from lockstep.tune.death import Death
-from lockstep.tune.driver import Driver, SearchRequest
-from lockstep.tune.rank_channel import RankChannel
-from lockstep.tune.result import SearchResult, load
+from lockstep.tune.record.search_directory import SearchDirectory, open_directory
+from lockstep.tune.record.worker_death import Death
+from lockstep.tune.results.result import SearchResult, load
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
-from lockstep.tune.search_directory import SearchDirectory, open_directory
 from lockstep.tune.search_settings import SearchSettings
-from lockstep.tune.stop_signals import StopSignals
 from lockstep.tune.stopping import StoppingRule
+from lockstep.tune.workers.driver import Driver, SearchRequest
+from lockstep.tune.workers.stop_signals import StopSignals
+from lockstep.tune.workers.trial_channel import RankChannel
 from lockstep.world import World
 
 #: No trial begins in the last seconds of a job.
@@ -169,7 +169,7 @@ def _as_worker(
     settings = settings.with_options(told["options"])
     worker, workers = int(told["worker"]), int(told["workers"])
     # Late, for it imports torch.
-    from lockstep.tune.trial_ranks import open_channel
+    from lockstep.tune.workers.trial_ranks import open_channel
 
     with open_channel(world, by_driver=True) as (channel, stops):
         began_s = float(told["began_s"])
@@ -195,7 +195,7 @@ def _alone(
 ) -> SearchResult:
     """As the only worker."""
     # Late, for it imports torch.
-    from lockstep.tune.trial_ranks import open_channel
+    from lockstep.tune.workers.trial_ranks import open_channel
 
     with open_channel(world, by_driver=False) as (channel, stops), contextlib.ExitStack() as stack:
         path, worker = "", 0
@@ -230,8 +230,8 @@ def _evaluate(
 ) -> bool:
     """Evaluate trials; returns whether this worker is the one that records the end of the search."""
     # Late, for it imports torch.
-    from lockstep.tune.search_worker import SearchWorker
-    from lockstep.tune.trial_ranks import Objective, evaluate_trials
+    from lockstep.tune.workers.search_worker import SearchWorker
+    from lockstep.tune.workers.trial_ranks import Objective, evaluate_trials
 
     called = Objective.of(objective)
     _compare_ranks(space, settings, channel)

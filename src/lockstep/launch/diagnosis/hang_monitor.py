@@ -24,8 +24,6 @@ from types import MappingProxyType
 from typing import Final
 
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
-from lockstep.launch import procfs
-from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import HANG, Failure
 from lockstep.launch.diagnosis.hang_analysis import (
     HangDiagnosis,
@@ -40,8 +38,10 @@ from lockstep.launch.diagnosis.hang_analysis import (
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, cut_links, report, sentence
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.wait_share import WaitShare
-from lockstep.launch.rank_channel import RankChannel
-from lockstep.launch.request import OnHang
+from lockstep.launch.host import procfs
+from lockstep.launch.host.timed_calls import FileThread
+from lockstep.launch.job.request import OnHang
+from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import STACKS_SIGNAL
 from lockstep.memory_use import text_of
 

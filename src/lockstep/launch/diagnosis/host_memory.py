@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.formatting import size
-from lockstep.launch import procfs
+from lockstep.launch.host import procfs
 from lockstep.memory_use import ControlGroup, text_of
 
 _LOOK_EVERY_S = 1.0

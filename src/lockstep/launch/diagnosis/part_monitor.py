@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from lockstep.launch import procfs
+from lockstep.launch.host import procfs
 
 _LOOK_EVERY_S = 0.5
 #: Number of checks that find a process stopped before it gets SIGCONT, and again before it counts as failed.

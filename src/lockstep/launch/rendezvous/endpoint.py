@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from lockstep.errors import SettingError
-from lockstep.launch.host import holder_of
+from lockstep.launch.host.machine import holder_of
 from lockstep.network_interface import address_towards, is_loopback, own_address
 
 #: A family, and an address of it as sockets have it.

@@ -22,8 +22,9 @@ from typing import NoReturn
 
 from lockstep.errors import SettingError
 from lockstep.formatting import command_line
-from lockstep.launch.deadline_thread import FileThread, TaskThread, call_in_time
-from lockstep.launch.program_sources import source_hashes
+from lockstep.launch.host.timed_calls import FileThread, TaskThread, call_in_time
+from lockstep.launch.job.program_sources import source_hashes
+from lockstep.launch.job.request import Function, Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
 from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences, is_newest_coordinator
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
@@ -34,8 +35,7 @@ from lockstep.launch.rendezvous.store_connection import read_contract, tell_refu
 from lockstep.launch.rendezvous.store_process import StoreProcess
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTakeover, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
-from lockstep.launch.request import Function, Nodes, Request
-from lockstep.launch.run_directory import Job, versions
+from lockstep.launch.run_dir.run_directory import Job, versions
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, own_addresses
 
 #: How long a shared file system may take to show one node what another one wrote.

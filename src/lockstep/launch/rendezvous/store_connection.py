@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.launch.deadline_thread import StoppedWaiting, TaskThread
+from lockstep.launch.host.timed_calls import StoppedWaiting, TaskThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, version_in
 from lockstep.launch.rendezvous.signature import Signature

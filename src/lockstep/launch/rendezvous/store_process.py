@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Callable
 from typing import Final
 
-from lockstep.launch.child_process import own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import how_it_ended
+from lockstep.launch.host.child_process import own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.rendezvous.store_connection import LOG_LEVEL
 
 _NAME = "the store where the launchers meet"

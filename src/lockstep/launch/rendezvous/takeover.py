@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
-from lockstep.launch.deadline_thread import FileThread
+from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, SeenLease, follower_acts, holder_acts
 

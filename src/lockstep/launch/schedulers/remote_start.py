@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from lockstep.errors import LaunchError
-from lockstep.launch.child_process import die_with_parent
+from lockstep.launch.host.child_process import die_with_parent
 from lockstep.launch.schedulers.scheduler import StartCommand, StopSignals
 
 _TICK_S = 0.1

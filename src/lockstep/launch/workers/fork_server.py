@@ -39,11 +39,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.formatting import plural
-from lockstep.launch.child_process import kill_group, own_python, signal_when_parent_dies
-from lockstep.launch.host import threads_of_rank
-from lockstep.launch.owned_directory import remove_owned_directory
-from lockstep.launch.program_sources import mentions_lockstep, needs_only_python
-from lockstep.launch.request import Function, Program, StartMethod
+from lockstep.launch.host.child_process import kill_group, own_python, signal_when_parent_dies
+from lockstep.launch.host.machine import threads_of_rank
+from lockstep.launch.job.program_sources import mentions_lockstep, needs_only_python
+from lockstep.launch.job.request import Function, Program, StartMethod
+from lockstep.launch.run_dir.owned_directory import remove_owned_directory
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store

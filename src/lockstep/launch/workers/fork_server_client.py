@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import LaunchError
-from lockstep.launch import procfs
-from lockstep.launch.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
-from lockstep.launch.request import Function, Program, StartMethod
+from lockstep.launch.host import procfs
+from lockstep.launch.host.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
+from lockstep.launch.job.request import Function, Program, StartMethod
 from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,

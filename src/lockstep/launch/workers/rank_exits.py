@@ -12,11 +12,11 @@ from datetime import datetime
 from pathlib import Path
 
 from lockstep.faults import Fault, FaultPlan
-from lockstep.launch.deadline_thread import FileThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.request import Module, Script
-from lockstep.launch.run_directory import Job
+from lockstep.launch.host.timed_calls import FileThread
+from lockstep.launch.job.request import Module, Script
+from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES
 
 _TAIL_BYTES = 4096

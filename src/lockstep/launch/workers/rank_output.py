@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from lockstep.launch.attached_terminal import AttachedTerminal
-from lockstep.launch.console import Tail
-from lockstep.launch.deadline_thread import FileThread, ScreenThread
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
-from lockstep.launch.run_directory import Job
+from lockstep.launch.host.timed_calls import FileThread, ScreenThread
+from lockstep.launch.run_dir.run_directory import Job
+from lockstep.launch.terminal.attached_terminal import AttachedTerminal
+from lockstep.launch.terminal.console import Tail
 from lockstep.report import StatusFile
 
 

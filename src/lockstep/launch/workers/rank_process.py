@@ -45,7 +45,6 @@ from lockstep.heartbeat import (
     register_stacks,
 )
 from lockstep.heartbeat_message import note_to_text
-from lockstep.launch.child_process import die_with_parent, name_process
 from lockstep.launch.diagnosis.error_record import (
     ExitCall,
     Failure,
@@ -53,10 +52,11 @@ from lockstep.launch.diagnosis.error_record import (
     strip_own_frames,
     user_frame,
 )
-from lockstep.launch.host import cpus_beside_gpus
-from lockstep.launch.owned_directory import note_process
-from lockstep.launch.program_sources import mentions_lockstep
-from lockstep.launch.request import Executable, Function, Module, Program, Script
+from lockstep.launch.host.child_process import die_with_parent, name_process
+from lockstep.launch.host.machine import cpus_beside_gpus
+from lockstep.launch.job.program_sources import mentions_lockstep
+from lockstep.launch.job.request import Executable, Function, Module, Program, Script
+from lockstep.launch.run_dir.owned_directory import note_process
 from lockstep.launch.workers.log_stream import LogStream
 from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (

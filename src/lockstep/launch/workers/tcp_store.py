@@ -12,7 +12,7 @@ import socket
 from multiprocessing.connection import wait
 from typing import NoReturn
 
-from lockstep.launch.child_process import die_with_parent, name_process
+from lockstep.launch.host.child_process import die_with_parent, name_process
 from lockstep.launch_contract import STOP_SIGNALS
 from lockstep.network_interface import own_address
 

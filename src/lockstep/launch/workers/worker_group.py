@@ -14,21 +14,20 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.launch.attached_terminal import AttachedTerminal
-from lockstep.launch.deadline_thread import FileThread, ScreenThread
-from lockstep.launch.devices import Devices, without_accused
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
-from lockstep.launch.emergency_memory import has_left_state
-from lockstep.launch.host import gpu_names
-from lockstep.launch.rank_channel import RankChannel
+from lockstep.launch.host.devices import Devices, without_accused
+from lockstep.launch.host.machine import gpu_names
+from lockstep.launch.host.timed_calls import FileThread, ScreenThread
+from lockstep.launch.job.request import Executable
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
-from lockstep.launch.request import Executable
-from lockstep.launch.run_directory import Job
+from lockstep.launch.run_dir.memory_files import has_left_state
+from lockstep.launch.run_dir.run_directory import Job
+from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
@@ -42,6 +41,7 @@ from lockstep.launch.workers.fork_messages import (
 from lockstep.launch.workers.fork_server_client import ForkServerClient
 from lockstep.launch.workers.rank_environment import rank_environment, world_of_rank
 from lockstep.launch.workers.rank_exits import described_endings, fails_late, prepare_files, unused_store
+from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch.workers.rank_output import RankOutput
 from lockstep.launch_contract import TERMINAL
 from lockstep.report import RanksFile, RankStatus, lateness

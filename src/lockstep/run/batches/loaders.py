@@ -28,8 +28,8 @@ from lockstep.formatting import format_ranks, plural
 from lockstep.run.batches.loader_arguments import LoaderArguments
 from lockstep.run.batches.to_device import on_device
 from lockstep.run.proofs.replay import CheckSchedule
-from lockstep.run.setup.assembly import RunContext, cpus_of_this_rank
 from lockstep.run.setup.identity import SeenContents
+from lockstep.run.setup.run_context import RunContext, cpus_of_this_rank
 
 Method = Literal["train", "evaluate"]
 

@@ -17,7 +17,7 @@ import torch
 
 from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import duration, plural
-from lockstep.run.setup.assembly import RunContext, cpus_of_this_rank
+from lockstep.run.setup.run_context import RunContext, cpus_of_this_rank
 from lockstep.trial_contract import current_trial
 
 _WATCH_S: Final = 30.0  # a shorter training is not worth a new start

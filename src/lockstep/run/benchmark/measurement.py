@@ -30,7 +30,7 @@ from lockstep.progress import Progress
 from lockstep.run.benchmark.host_waits import HostWaits
 from lockstep.run.benchmark.step_recorder import OUTSIDE, StepRecorder
 from lockstep.run.checks.oom_advice import free_bytes
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.step_record import MeasureRequest, RankRecord
 
 _WAIT_STEPS: Final = 10  # a script that prints every ten steps prints in one of them

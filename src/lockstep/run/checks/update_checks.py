@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.run.checks.divergence import DivergenceCheck, checksums
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.seeding import seed_generators
 from lockstep.strategies import UpdateShare, has_gradient, parameters_of
 

@@ -1,11 +1,12 @@
 """What a training is computed from: which of the script's values decide a loss or an update, by its source.
 
     given            what the script gives to the run: losses, changes of what is trained
-    training_inputs  ... is followed back, through functions and methods, to where a value comes from:
+    input_follower   ... is followed back, through functions and methods, to where a value comes from:
                        input_places    the places that were found, each with its line
                        body_changes    those that a body changes itself
                        opaque_reads    clocks, files and queues, which no look at objects knows
                        rank_reads      the number of ranks
+    training_inputs  all of it for the loop that the script is in
     shared_inputs    the places must hold the same on all ranks
     evaluation_reads the same look at what the loop over `Run.evaluate` measures
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from types import FrameType
 
 from lockstep.run.inputs.given import given_by
-from lockstep.run.inputs.training_inputs import InputFollower
+from lockstep.run.inputs.input_follower import InputFollower
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_functions import running_functions
 from lockstep.run.state.registered import State

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.run.inputs.body_changes import in_place
-from lockstep.run.inputs.input_places import Given
+from lockstep.run.inputs.input_follower import InputFollower
+from lockstep.run.inputs.input_places import NOTED, Given
 from lockstep.run.source.script_callees import callees_of, is_torchs_change
 from lockstep.run.source.script_functions import Context, is_of, is_run
 from lockstep.run.source.script_places import NOTHING
 from lockstep.run.source.source_reads import Call, Lines, Path, Read, flat
 
-if TYPE_CHECKING:
-    from lockstep.run.inputs.training_inputs import InputFollower
-
-NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
 #: The methods of `Run` that take what a training is made of. Of a loader, how samples are read changes no result.
 _REGISTERS: Final = {"optimizer", "scheduler"}
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lockstep.run.source.script_places import Held, Place, held
 from lockstep.run.source.source_reads import Read
 
+NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 #: Kinds of objects that are no state by themselves, or that the run has.
 STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)

@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
 from lockstep.run.metrics.metric_means import MetricMeans
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.registered import State
 from lockstep.strategies import LossCall, ParameterSet
 

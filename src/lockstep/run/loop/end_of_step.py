@@ -24,7 +24,7 @@ from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.metrics.run_log import LoggedRow, RunLog
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.recovery.resume_point import ResumePoint
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.stopping.save_stop import Decision
 from lockstep.strategies import ServerStrategy

@@ -18,8 +18,8 @@ from lockstep.run.inputs.evaluation_reads import carried_between_batches
 from lockstep.run.loop.end_of_step import EndOfStep
 from lockstep.run.loop.evaluation_buffers import EvaluationBuffers
 from lockstep.run.loop.train_step import TrainStep
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import script_frames
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.state.training_modes import modes_of, restore

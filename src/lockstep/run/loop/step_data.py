@@ -13,7 +13,7 @@ from lockstep.errors import DataError, UsageError
 from lockstep.run.batches.loaders import Loaders
 from lockstep.run.batches.to_device import on_device
 from lockstep.run.loop.end_of_step import EndOfStep
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import ServerStrategy
 
 

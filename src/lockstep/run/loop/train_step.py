@@ -39,7 +39,7 @@ from lockstep.run.proofs.audit import Audit
 from lockstep.run.proofs.replay import Replays
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
 from lockstep.run.recovery.resume_point import ResumePoint
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import LossCall, LossStrategy, ParameterSet, ServerStrategy, describe_loss, is_loss
 
 _AS_USUAL: Final = nullcontext()

@@ -25,8 +25,8 @@ from lockstep.run.loop.step_data import StepData
 from lockstep.run.loop.train_step import Count, CurrentMicroBatch, Loss, LossKind, TrainStep
 from lockstep.run.proofs.replay import SAMPLES, ReplayError
 from lockstep.run.proofs.replay_series import ReplaySeries
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import changed, look, script_roots
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import ServerStrategy

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import MismatchError
 from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 
 LoggedRow = tuple[int, int, dict[str, float]]
 """A step, an epoch, and values by name."""

@@ -8,8 +8,8 @@ import torch
 
 from lockstep.errors import TrialStopped, UsageError
 from lockstep.run.metrics.run_log import RunLog
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import RunContext
 from lockstep.trial_contract import current_trial
 
 

@@ -26,7 +26,7 @@ from lockstep.errors import AuditError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.proofs.replay import Digest, Notes, Played, ReplayError, first_difference, place_of
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 
 _PLAYS: Final = "micro-batches that are audited"
 _WHAT_TO_DO: Final = (

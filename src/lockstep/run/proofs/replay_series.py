@@ -35,7 +35,7 @@ from lockstep.run.loop.train_step import CurrentMicroBatch, TrainStep
 from lockstep.run.proofs.loop_body import LeftLoop, loop_body
 from lockstep.run.proofs.replay import ReplayError, place_of
 from lockstep.run.proofs.script_snapshot import ScriptSnapshot
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import script_frames
 from lockstep.strategies import LossStrategy, ServerStrategy
 

@@ -35,8 +35,8 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, script_state
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.identity import optimizers_of
+from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import ServerStrategy
 from lockstep.strategy_kinds import kind_of, split
 

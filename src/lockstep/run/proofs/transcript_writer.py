@@ -31,7 +31,7 @@ from lockstep.launch_contract import EXIT_OK
 from lockstep.run.checks.divergence import checksum, plain_in, tensors_in
 from lockstep.run.proofs.replay import Play
 from lockstep.run.proofs.resume_proof import bit_sums
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import look, script_roots
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.transcript import ABOUT, MICRO_BATCH, SAID, SECONDS, STATE, STOPPED, VARIABLES, TranscriptRequest, line_of

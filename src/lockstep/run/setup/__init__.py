@@ -1,6 +1,6 @@
 """A run before its first step, and after its last one.
 
-    Run(...)                 assembly         device, threads, process group, strategy, checkpoints: a `RunContext`
+    Run(...)                 run_context      device, threads, process group, strategy, checkpoints: a `RunContext`
     run.model, run.optimizer registration     what cannot be trained alike on any number of ranks is refused here
     the first loop           resume           the newest checkpoint is loaded, signals are listened to
                              identity         ... and what the bits depend on is compared: between ranks, with the past

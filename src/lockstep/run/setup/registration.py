@@ -20,8 +20,8 @@ from lockstep.formatting import plural
 from lockstep.run.checks.loop_checks import WITHOUT_DDP
 from lockstep.run.loop.closures import check_closures, needs_closure, refuse_beside
 from lockstep.run.metrics.early_stopping import EarlyStopping
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.registered import State
 from lockstep.run.state.registered_scheduler import RegisteredScheduler, check_scheduler
 from lockstep.strategies import (

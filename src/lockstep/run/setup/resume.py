@@ -16,8 +16,8 @@ from lockstep.run.inputs.rank_reads import require_no_ranks
 from lockstep.run.metrics.run_log import RunLog
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.recovery.left_behind import LeftBehind
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.identity import compare_devices, compare_ranks, device_of_bits
+from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, directory_of_run
 

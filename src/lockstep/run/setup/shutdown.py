@@ -18,9 +18,9 @@ from lockstep.run.loop.end_of_step import EndOfStep
 from lockstep.run.loop.train_step import TrainStep
 from lockstep.run.metrics.metric_means import explain_missing
 from lockstep.run.metrics.run_log import RunLog
-from lockstep.run.setup.assembly import RunContext
 from lockstep.run.setup.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.setup.resume import TrainingStart
+from lockstep.run.setup.run_context import RunContext
 from lockstep.script_end import forget
 
 _RESUMED_AT_END: Final = (

@@ -13,7 +13,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.checks.divergence import DivergenceCheck
 from lockstep.run.recovery.resume_point import tree_marks
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import LossStrategy, ServerStrategy, StatePart
 from lockstep.strategy_kinds import split
 

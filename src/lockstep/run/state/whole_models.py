@@ -26,7 +26,7 @@ from lockstep.checkpoint import (
 from lockstep.collectives import TensorShard, gather_on_leader
 from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.run.loop.train_step import TrainStep
-from lockstep.run.setup.assembly import RunContext
+from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import ServerStrategy
 
 

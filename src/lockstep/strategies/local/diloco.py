@@ -40,11 +40,11 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.strategies.gradient_accumulation import ParameterSet
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
 from lockstep.strategy_kinds import DilocoOptions
 

@@ -34,11 +34,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.strategies.ddp import Ddp
-from lockstep.strategies.gradient_accumulation import ParameterSet, parameters_of
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
 from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, parameters_of
+from lockstep.strategies.replicated.ddp import Ddp
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
 from lockstep.strategy_kinds import LocalSgdOptions
 

@@ -15,9 +15,9 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
-from lockstep.strategies.batchnorm import normalises_over_ranks
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
-from lockstep.strategies.single_process import SingleProcess
+from lockstep.strategies.parts.batchnorm import normalises_over_ranks
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, divide_by_counts
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import StrategyContext
 
 NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"

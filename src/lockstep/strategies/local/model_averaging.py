@@ -25,8 +25,8 @@ from lockstep.collectives import Group
 from lockstep.formatting import plural
 from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, elementwise_max, load_own_state, row_of
-from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.parts.module_states import sync_module_states
+from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import StateDict, StateLayout
 
 

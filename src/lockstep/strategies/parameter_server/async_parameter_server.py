@@ -14,7 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import format_ranks, plural
-from lockstep.strategies.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
     set_gradients,
@@ -30,7 +29,8 @@ from lockstep.strategies.parameter_server.rpc import (
     unexpected_end_of_loop,
 )
 from lockstep.strategies.parameter_server.server_context import Push, ServerContext, make_push
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, divide_by_counts
+from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import ServerStrategy, StrategyContext, UpdateShare
 
 

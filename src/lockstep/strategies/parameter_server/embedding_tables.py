@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lockstep.collectives import TreeAccumulator, fold
 from lockstep.errors import UsageError
-from lockstep.strategies.row_shard import RowShard
+from lockstep.strategies.parts.row_shard import RowShard
 
 EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 Fetch = Callable[[torch.Tensor], torch.Tensor]

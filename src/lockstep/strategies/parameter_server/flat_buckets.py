@@ -16,7 +16,7 @@ import torch
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Node, TreeAccumulator
-from lockstep.strategies.gradient_accumulation import add_into_left, pop_gradients
+from lockstep.strategies.parts.gradient_accumulation import add_into_left, pop_gradients
 
 Tensors = Sequence[torch.Tensor]
 

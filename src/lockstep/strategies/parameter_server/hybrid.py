@@ -43,15 +43,8 @@ from torch.distributed import autograd as dist_autograd
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError, SettingError, UsageError
-from lockstep.strategies.absent_parameters import refuse_changes
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import (
-    ParameterSet,
-    begin_total,
-    divide_by_counts,
-    parameters_of,
-    steps_across_elements,
-)
+from lockstep.strategies.not_whole.absent_parameters import refuse_changes
+from lockstep.strategies.not_whole.partial_models import mark_absent, of_absent_parameters, refuse_copies
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
     EmbeddingTables,
@@ -71,9 +64,16 @@ from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles, S
 from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
-from lockstep.strategies.partial_models import mark_absent, of_absent_parameters, refuse_copies
-from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import (
+    ParameterSet,
+    begin_total,
+    divide_by_counts,
+    parameters_of,
+    steps_across_elements,
+)
+from lockstep.strategies.parts.state_layout import OwnerLayout
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import ReplicaAssignment, ServerStrategy, Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import HybridOptions
 

@@ -37,8 +37,6 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import fold, open_all_reduce, translating_peer_errors
 from lockstep.errors import MismatchError
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
@@ -50,8 +48,10 @@ from lockstep.strategies.parameter_server.rpc import (
     SyncRound,
 )
 from lockstep.strategies.parameter_server.server_context import WITHOUT_GRADIENTS, Push, ServerContext, make_push
-from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.state_layout import ReplicatedLayout
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
+from lockstep.strategies.parts.state_layout import ReplicatedLayout
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import ServerStrategy, Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import ParameterServerOptions
 

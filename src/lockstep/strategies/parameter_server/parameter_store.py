@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from lockstep.collectives import Group
-from lockstep.strategies.module_states import verify_module_states
 from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
-from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.parts.module_states import verify_module_states
+from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.strategy import StateDict, StateLayout
 
 #: The operation during which parameters are received, as errors name it.

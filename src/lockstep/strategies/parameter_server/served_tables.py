@@ -12,7 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable, LookupRequest, ServedTable
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.strategies.parameter_server.table_construction import TablePart, whole_table
-from lockstep.strategies.sparse_gradients import sparse_parameters
+from lockstep.strategies.parts.sparse_gradients import sparse_parameters
 
 _BLOCK_BYTES = 1 << 24  #: of a table that are sent at once when its rows are handed out
 

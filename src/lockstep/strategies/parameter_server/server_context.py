@@ -14,8 +14,6 @@ from lockstep.collectives import Node
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
-from lockstep.strategies.gradient_accumulation import ParameterSet
-from lockstep.strategies.module_states import checksum
 from lockstep.strategies.parameter_server.flat_buckets import (
     BucketGradients,
     FlatBucket,
@@ -26,8 +24,10 @@ from lockstep.strategies.parameter_server.rpc import (
     RpcEndpoint,
     ServerRoles,
 )
-from lockstep.strategies.sparse_gradients import refuse_sparse
-from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet
+from lockstep.strategies.parts.module_states import checksum
+from lockstep.strategies.parts.sparse_gradients import refuse_sparse
+from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, StrategyContext
 
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"

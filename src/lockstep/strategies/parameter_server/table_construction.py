@@ -33,10 +33,10 @@ from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
-from lockstep.strategies.divided_construction import SHARE_MEMORY
-from lockstep.strategies.module_states import verify_random_state
+from lockstep.strategies.not_whole.divided_construction import SHARE_MEMORY
 from lockstep.strategies.parameter_server.row_division import RowDivision
-from lockstep.strategies.row_shard import rows_of
+from lockstep.strategies.parts.module_states import verify_random_state
+from lockstep.strategies.parts.row_shard import rows_of
 
 _ATEN = torch.ops.aten
 _CPU: Final = torch.device("cpu")

@@ -14,12 +14,12 @@ from torch import fx, nn
 from lockstep.collectives import Group, StoredTensor
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.initial_values import check_names, give_values
-from lockstep.strategies.module_states import sync_module_states
+from lockstep.strategies.parts.initial_values import check_names, give_values
+from lockstep.strategies.parts.module_states import sync_module_states
+from lockstep.strategies.parts.stage_sequence import StageSequence
 from lockstep.strategies.pipelined import partition
 from lockstep.strategies.pipelined.pipelined_model import in_mode, keep_own_tensors
 from lockstep.strategies.pipelined.stage import AutocastContext, StageModules
-from lockstep.strategies.stage_sequence import StageSequence
 
 Sample = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of a micro-batch."""

@@ -46,17 +46,21 @@ from lockstep.collectives import (
 )
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.batchnorm import normalises_over_ranks
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import (
+from lockstep.strategies.not_whole.divided_construction import DividedConstruction
+from lockstep.strategies.not_whole.partial_models import of_absent_parameters
+from lockstep.strategies.parts.batchnorm import normalises_over_ranks
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import (
     LossCall,
     ParameterSet,
     begin_total,
     divide_by_counts,
 )
-from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import of_absent_parameters
+from lockstep.strategies.parts.module_states import sync_module_states
+from lockstep.strategies.parts.random_state import random_state, set_random_state
+from lockstep.strategies.parts.sparse_gradients import refuse_sparse
+from lockstep.strategies.parts.stage_sequence import StageSequence
+from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.random_states import RandomStates
@@ -71,11 +75,7 @@ from lockstep.strategies.pipelined.stage import (
     shapes_in,
 )
 from lockstep.strategies.pipelined.stage_reduction import StageReduction
-from lockstep.strategies.random_state import random_state, set_random_state
-from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.sparse_gradients import refuse_sparse
-from lockstep.strategies.stage_sequence import StageSequence
-from lockstep.strategies.state_layout import OwnerLayout
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import LossStrategy, ReplicaAssignment, Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import CHUNKS, PipelineOptions
 

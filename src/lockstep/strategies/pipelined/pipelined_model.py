@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
-from lockstep.strategies.absent_parameters import draw_alike
-from lockstep.strategies.partial_models import mark_absent, refuse_copies
+from lockstep.strategies.not_whole.absent_parameters import draw_alike
+from lockstep.strategies.not_whole.partial_models import mark_absent, refuse_copies
 from lockstep.strategies.pipelined.stage import Stage
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.gradient_accumulation import (
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import (
     LossCall,
     Tensors,
     add_into_left,
@@ -24,8 +24,8 @@ from lockstep.strategies.gradient_accumulation import (
     is_loss,
     pop_gradients,
 )
+from lockstep.strategies.parts.random_state import random_state, set_random_state
 from lockstep.strategies.pipelined.random_states import RandomStates
-from lockstep.strategies.random_state import random_state, set_random_state
 
 Losses = list[tuple[int, torch.Tensor]]
 TensorSpec = tuple[tuple[int, ...], torch.dtype, bool]

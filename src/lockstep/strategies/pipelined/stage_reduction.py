@@ -12,7 +12,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import AllReduce, Group, NativeAllReduce
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.gradient_accumulation import Tensors, negative_zeros_like
+from lockstep.strategies.parts.gradient_accumulation import Tensors, negative_zeros_like
 from lockstep.strategies.pipelined.stage import Stage
 
 

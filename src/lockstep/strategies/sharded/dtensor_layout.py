@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from lockstep.collectives import Group, ShardGroups, StoredTensor, TensorShard, local_part
-from lockstep.strategies.grad_norm import norm_of_rows, squared_norms
-from lockstep.strategies.state_layout import load_states
+from lockstep.strategies.parts.grad_norm import norm_of_rows, squared_norms
+from lockstep.strategies.parts.state_layout import load_states
 from lockstep.strategies.strategy import StateDict, StateLayout
 
 _WHOLE: Final = (Replicate(),)

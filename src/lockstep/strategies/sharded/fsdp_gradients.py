@@ -20,8 +20,8 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, ReduceScatter, ScatteredSum, translating_peer_errors
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.gradient_accumulation import ParameterSet, negative_zeros_like
-from lockstep.strategies.sharded.divided_parameters import DividedParameter
+from lockstep.strategies.not_whole.divided_parameters import DividedParameter
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, negative_zeros_like
 from lockstep.strategies.sharded.whole_gradients import WholeGradients
 
 

@@ -46,11 +46,11 @@ from lockstep.collectives import (
     translating_peer_errors,
 )
 from lockstep.errors import SettingError, UsageError
-from lockstep.strategies.buffers import Buffers
-from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, parameters_of
-from lockstep.strategies.module_states import sync_module_states
-from lockstep.strategies.partial_models import (
+from lockstep.strategies.not_whole import division_checks as checks
+from lockstep.strategies.not_whole.divided_construction import DividedConstruction
+from lockstep.strategies.not_whole.divided_operations import DividedOperations
+from lockstep.strategies.not_whole.divided_parameters import DividedParameter, refuse_gradient
+from lockstep.strategies.not_whole.partial_models import (
     PickleGuard,
     half_a_model,
     of_divided_parameters,
@@ -58,9 +58,11 @@ from lockstep.strategies.partial_models import (
     refuse_copies,
     replaced_parameters,
 )
-from lockstep.strategies.sharded import division_checks as checks
-from lockstep.strategies.sharded.divided_operations import DividedOperations
-from lockstep.strategies.sharded.divided_parameters import DividedParameter, refuse_gradient
+from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, parameters_of
+from lockstep.strategies.parts.module_states import sync_module_states
+from lockstep.strategies.parts.sparse_gradients import refuse_sparse
+from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
     AllUsed,
@@ -74,8 +76,6 @@ from lockstep.strategies.sharded.prefetch import Prefetch
 from lockstep.strategies.sharded.sharded_blocks import ShardedBlocks
 from lockstep.strategies.sharded.whole_gradients import by_type
 from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignored_parameters, recompute
-from lockstep.strategies.single_process import SingleProcess
-from lockstep.strategies.sparse_gradients import refuse_sparse
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from lockstep.strategy_kinds import FsdpOptions

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lockstep.collectives import Group
-from lockstep.strategies.sharded.held_parameters import HeldParameters
+from lockstep.strategies.not_whole.held_parameters import HeldParameters
 from lockstep.strategies.sharded.prefetch import Prefetch
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.strategies.random_state import random_state, set_random_state
+from lockstep.strategies.parts.random_state import random_state, set_random_state
 from lockstep.strategies.tensor_parallel import tensor_plan
 from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup

@@ -17,9 +17,9 @@ from torch import nn
 
 from lockstep.collectives import Group, ShardGroups, TensorShard, local_part
 from lockstep.errors import MismatchError, UsageError
-from lockstep.strategies.gradient_accumulation import parameters_of
-from lockstep.strategies.module_states import checksum
-from lockstep.strategies.partial_models import PartialTensor
+from lockstep.strategies.not_whole.partial_models import PartialTensor
+from lockstep.strategies.parts.gradient_accumulation import parameters_of
+from lockstep.strategies.parts.module_states import checksum
 from lockstep.strategies.strategy import StateDict, StateLayout
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
 

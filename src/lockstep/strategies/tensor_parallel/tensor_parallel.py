@@ -31,13 +31,13 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ShardGroups, broadcast_from_rank0
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.batchnorm import normalises_over_ranks
 from lockstep.strategies.delegation import DelegatingStrategy
-from lockstep.strategies.divided_construction import DividedConstruction
-from lockstep.strategies.gradient_accumulation import ParameterSet, steps_across_elements
-from lockstep.strategies.module_states import sync_module_states, verify_module_states
-from lockstep.strategies.partial_models import mark_partial, refuse_copies
-from lockstep.strategies.sparse_gradients import refuse_sparse
+from lockstep.strategies.not_whole.divided_construction import DividedConstruction
+from lockstep.strategies.not_whole.partial_models import mark_partial, refuse_copies
+from lockstep.strategies.parts.batchnorm import normalises_over_ranks
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, steps_across_elements
+from lockstep.strategies.parts.module_states import sync_module_states, verify_module_states
+from lockstep.strategies.parts.sparse_gradients import refuse_sparse
 from lockstep.strategies.strategy import StatePart, Strategy, StrategyContext, TensorPlan, UpdateShare
 from lockstep.strategies.tensor_parallel.parallel_layers import DividedRegion, compute_in_parallel
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup

@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures import descent, optuna_pictures, progress, timeline
 from lockstep.tune.pictures.drawing import Picture
+from lockstep.tune.record.journal import SearchRecord
 
 PICTURES: Final[tuple[Picture, ...]] = (
     progress.PICTURE,

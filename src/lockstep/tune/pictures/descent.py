@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from lockstep.report import new_figure
-from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     GREY,
     INK,
@@ -21,8 +20,9 @@ from lockstep.tune.pictures.drawing import (
     say_nothing,
     scale_losses,
 )
-from lockstep.tune.result import SearchResult
-from lockstep.tune.trial import Trial
+from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.record.trial import Trial
+from lockstep.tune.results.result import SearchResult
 
 
 def rows(record: SearchRecord) -> list[Row]:

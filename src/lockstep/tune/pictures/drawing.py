@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report import save_svg, write_table
-from lockstep.tune.journal import SearchRecord
+from lockstep.tune.record.journal import SearchRecord
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PURPLE, GREY, PALE, INK = "#56B4E9", "#CC79A7", "#8c8c8c", "#ececec", "#222222"

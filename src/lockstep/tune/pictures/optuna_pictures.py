@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report import new_figure, save_svg
-from lockstep.tune.journal import SearchRecord
-from lockstep.tune.optuna_study import study_of
 from lockstep.tune.pictures.drawing import Figure, say_nothing, styled
+from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.results.optuna_study import study_of
 
 #: The names of the files, and what each shows.
 TITLES: Final = {

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from lockstep.report import new_figure
-from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     INK,
     STATES,
@@ -20,6 +19,7 @@ from lockstep.tune.pictures.drawing import (
     scale_losses,
     time_unit,
 )
+from lockstep.tune.record.journal import SearchRecord
 
 
 def rows(record: SearchRecord) -> list[Row]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.report import new_figure
-from lockstep.tune.journal import SearchRecord
 from lockstep.tune.pictures.drawing import (
     INK,
     PALE,
@@ -18,6 +17,7 @@ from lockstep.tune.pictures.drawing import (
     say_nothing,
     time_unit,
 )
+from lockstep.tune.record.journal import SearchRecord
 
 
 def rows(record: SearchRecord) -> list[Row]:

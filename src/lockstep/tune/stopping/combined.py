@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.stopping.protocol import StoppingRule
-from lockstep.tune.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from lockstep.tune.trial import Trial
+from lockstep.tune.record.trial import Trial
 
 
 def losses_of(trial: Trial) -> tuple[float, ...]:

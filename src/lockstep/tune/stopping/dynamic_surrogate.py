@@ -9,9 +9,9 @@ from typing import Final
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.stopping.curves import finished, losses_of
 from lockstep.tune.stopping.gaussian_process import Curve, forecast
-from lockstep.tune.trial import Trial
 
 #: Beyond these the forecast takes longer than it can gain.
 _CURVES: Final = 40

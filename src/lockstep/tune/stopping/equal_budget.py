@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.stopping.curves import finished, losses_of
-from lockstep.tune.trial import Trial
 
 
 def order_at_equal_budget(trials: Sequence[Trial]) -> tuple[Trial, ...]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.stopping.curves import losses_of, median, reached
-from lockstep.tune.trial import Trial
 
 
 @dataclass(frozen=True, slots=True)

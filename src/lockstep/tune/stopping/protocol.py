@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from lockstep.tune.trial import Trial
+from lockstep.tune.record.trial import Trial
 
 
 class StoppingRule(Protocol):

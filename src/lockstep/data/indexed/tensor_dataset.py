@@ -1,0 +1,114 @@
+"""Data sets that lie in memory as tensors: whole micro-batches by index, with no sample taken apart and put together.
+
+Nothing is drawn at random here, so nothing is seeded; and since a gather of one micro-batch takes microseconds, no
+loader process would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
+
+from lockstep.data.indexed.sampling import Data, UserDataset
+from lockstep.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorColumns:
+    """Equally long tensors; sample ``i`` is row ``rows[i]`` of each, or row ``i`` where ``rows`` is None."""
+
+    tensors: tuple[Tensor, ...]
+    rows: Tensor | None
+    build: Callable[[list[Tensor]], Data]  #: the user's own shape around the tensors: list, tuple, dict...
+
+    def __len__(self) -> int:
+        return len(self.tensors[0]) if self.rows is None else len(self.rows)
+
+    def arranged(self, order: Tensor | range) -> Tensor | range:
+        """The rows in ``order``, on the tensors' device: once an epoch, so that a micro-batch is one gather."""
+        if isinstance(order, range) and self.rows is None:
+            return order
+        rows = self.rows if isinstance(order, range) else order if self.rows is None else self.rows[order]
+        assert rows is not None
+        return rows.to(self.tensors[0].device)
+
+    def take(self, rows: Tensor | range) -> Data:
+        """Copies of ``rows``, a part of what `arranged` gave.
+
+        Copies even of neighbouring rows: the loop may change its batch in place without changing the data set, and
+        memory always begins at an allocator's boundary, as some kernels round differently on unaligned memory.
+        """
+        if isinstance(rows, range):
+            return self.build([t[rows.start : rows.stop].clone() for t in self.tensors])
+        return self.build([t.index_select(0, rows) for t in self.tensors])
+
+
+def columns_of(dataset: UserDataset) -> TensorColumns | None:
+    """``dataset`` as columns, or None if it has to be asked for its samples one by one.
+
+    Columns are: a `TensorDataset`, a `Subset` of one (also nested), a tensor, a tuple or a dict of tensors, and a list
+    of tensors that differ in shape or type (if they do not, it may as well be a list of samples, and is refused).
+
+    Raises:
+        DataError: for tensors that differ in length, or a tuple or dict in which only some items are tensors.
+    """
+    # A class of its own may well override __getitem__, for example to augment: only the plain ones are known.
+    if type(dataset) is TensorDataset:
+        return _columns(dataset.tensors, list)
+    if type(dataset) is Subset:
+        inner = columns_of(dataset.dataset)
+        return None if inner is None else _part(inner, dataset.indices)
+    if isinstance(dataset, Tensor):
+        return _columns((dataset,), lambda tensors: tensors[0])
+    if isinstance(dataset, dict) and any(isinstance(value, Tensor) for value in dataset.values()):
+        names = tuple(dataset)
+        return _columns(tuple(dataset.values()), lambda tensors: dict(zip(names, tensors, strict=True)))
+    if isinstance(dataset, tuple) and any(isinstance(value, Tensor) for value in dataset):
+        return _columns(dataset, getattr(type(dataset), "_make", tuple))
+    if isinstance(dataset, list) and dataset and all(isinstance(value, Tensor) and value.ndim for value in dataset):
+        return _columns_of_list(dataset)
+    return None
+
+
+def _columns(tensors: Sequence[Any], build: Callable[[list[Tensor]], Data]) -> TensorColumns:
+    odd = next((value for value in tensors if not isinstance(value, Tensor)), None)
+    if odd is not None:
+        raise DataError(
+            f"a data set of tensors also holds a {type(odd).__name__}; turn it into a tensor with one row per sample, "
+            "or pass a data set with __getitem__ and __len__"
+        )
+    if any(t.ndim == 0 for t in tensors):
+        raise DataError("a data set of tensors holds one without dimensions; each needs one row per sample")
+    if len({len(t) for t in tensors}) > 1:
+        lengths = ", ".join(str(len(t)) for t in tensors)
+        raise DataError(f"the tensors of the data set differ in length ({lengths}); each needs one row per sample")
+    return TensorColumns(tuple(tensors), None, build)
+
+
+def _columns_of_list(tensors: list[Tensor]) -> TensorColumns | None:
+    lengths = {len(t) for t in tensors}
+    if len(lengths) > 1:
+        return None  # samples of different sizes
+    if len({(t.shape, t.dtype) for t in tensors}) == 1:
+        raise DataError(
+            f"a list of {len(tensors)} tensors of shape {tuple(tensors[0].shape)} may be columns or samples; "
+            "for columns pass tuple(the_list), for samples torch.stack(the_list)"
+        )
+    return _columns(tensors, list)
+
+
+def _part(whole: TensorColumns, indices: Sequence[int]) -> TensorColumns:
+    rows = torch.as_tensor(indices, dtype=torch.int64)
+    length = len(whole)
+    if len(rows) and not -length <= int(rows.min()) <= int(rows.max()) < length:
+        raise DataError(
+            f"a Subset takes samples {int(rows.min())} to {int(rows.max())} of a data set of {length}; "
+            "its indices must lie within the data set"
+        )
+    rows = torch.where(rows < 0, rows + length, rows)
+    return TensorColumns(whole.tensors, rows if whole.rows is None else whole.rows[rows], whole.build)

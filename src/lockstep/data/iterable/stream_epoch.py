@@ -1,0 +1,27 @@
+"""How a stream learns which epoch is read: by its ``set_epoch``, and the stages of `webdataset` that count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.data.indexed.sampling import UserDataset
+
+
+def tell_epoch(dataset: UserDataset, epoch: int) -> None:
+    """``dataset`` is to be read as in ``epoch``, whatever was read of it before in this process."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    for stage in _stages_of_webdataset(dataset):
+        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
+        if isinstance(getattr(stage, "epoch", None), int):
+            stage.epoch = epoch - 1
+
+
+def _stages_of_webdataset(dataset: UserDataset) -> Iterator[Any]:
+    pipeline = getattr(dataset, "pipeline", None)
+    for stage in pipeline if isinstance(pipeline, list) else ():
+        if type(stage).__module__.startswith("webdataset."):
+            yield stage
+            yield from _stages_of_webdataset(stage)

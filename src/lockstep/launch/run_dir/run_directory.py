@@ -1,0 +1,436 @@
+"""The run directory, and what is checked and prepared in it before any rank starts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import lockstep
+from lockstep.errors import SettingError
+from lockstep.faults import FaultPlan
+from lockstep.formatting import relative_path
+from lockstep.launch.host.machine import Machine, threads_of_rank
+from lockstep.launch.job.program import check_program
+from lockstep.launch.job.request import Executable, Request, StartMethod, with_option
+from lockstep.launch.schedulers.requeue import directory, goes_on, noted
+from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.records import of_kind, read_object
+from lockstep.settings import check_variables
+from lockstep.small_files import replace_text
+from lockstep.world import World
+
+#: The file by which a run directory is recognized.
+MARK = "run.json"
+_LOCK = ".lock"
+_RUNS = Path("runs")
+_NO_SCHEDULER = Allocation()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, checked: what `lockstep.launch.agent` carries out, and where its files are."""
+
+    request: Request
+    ranks: int
+    run_dir: Path  #: absolute
+    begins: Literal["new", "resume", "fresh"]
+    aside: Path | None  #: where an earlier run in ``run_dir`` is moved
+    generation: int  #: the first one
+    start_method: StartMethod
+    notes: tuple[str, ...] = ()  #: for the user, before it starts
+    given: Allocation = _NO_SCHEDULER  #: by a scheduler
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run in the ranks' environment."""
+        return self.run_dir.name
+
+    @property
+    def logs(self) -> Path:
+        """Where each rank has a file."""
+        return self.run_dir / "logs"
+
+    @property
+    def status(self) -> Path:
+        """Where the leader writes how far the run is."""
+        return self.run_dir / "status.json"
+
+    @property
+    def to_resume(self) -> str:
+        """The command that resumes this run."""
+        return self.request.command("--resume", "--run-dir", relative_path(self.run_dir))
+
+    def to_resume_at(self, endpoint: str) -> str:
+        """The command that resumes this run with another endpoint."""
+        request = replace(self.request, options=with_option(self.request.options, "--rdzv-endpoint", endpoint))
+        return request.command("--resume", "--run-dir", relative_path(self.run_dir))
+
+    def log(self, rank: int) -> Path:
+        """Where all output of a rank is, of all generations."""
+        return self.logs / f"rank-{rank:04d}.log"
+
+    def failure(self, generation: int, rank: int) -> Path:
+        """Where a rank that fails writes why."""
+        return self.run_dir / "failures" / f"generation-{generation}" / f"rank-{rank:04d}.json"
+
+    def stacks(self, rank: int) -> Path:
+        """Where a rank writes the stacks of its threads when it is asked for them."""
+        return self.run_dir / "stacks" / f"rank-{rank:04d}.txt"
+
+    @property
+    def hangs(self) -> Path:
+        """Where reports of hangs are kept."""
+        return self.run_dir / "hangs"
+
+    def result(self, rank: int) -> Path:
+        """Where a rank writes what its function returned."""
+        return self.run_dir / "results" / f"rank-{rank:04d}.pickle"
+
+
+def prepare(
+    request: Request,
+    *,
+    machine: Machine,
+    env: Mapping[str, str],
+    now: datetime,
+    given: Allocation = _NO_SCHEDULER,
+    follows: bool = False,
+) -> Job:
+    """Check ``request`` against this machine, what a scheduler has ``given``, and its files; changes nothing.
+
+    With ``follows`` another node, the coordinator, decides on the run directory and on how the run begins.
+
+    Raises:
+        SettingError: for what cannot be done, with what can.
+        WorldError: if the environment says that this process is itself one of several ranks.
+    """
+    world = World.from_env(env)
+    if world.size > 1 and not (world.launcher == "slurm" and given.has_launcher_per_node):
+        raise SettingError(
+            f"this process is already {world} (started by {world.launcher}), and would start ranks of its own; "
+            "start the launcher once, or the script itself under what started this"
+        )
+    _check_numbers(request)
+    _check_working_directory()
+    check_variables(env)
+    threads_of_rank(env)
+    check_program(request.program)
+    ranks, notes = ranks_of(request, machine, env)
+    if request.attach is not None:
+        _check_attached(request.attach, ranks)
+    if request.faults and isinstance(request.program, Executable):
+        raise SettingError("--fault with --no-python: faults are injected by Python; leave one of them out")
+    plan = FaultPlan.parse(request.faults)
+    if request.nodes is None:
+        plan.check(ranks=ranks, nodes=1)
+    if follows:
+        return Job(request, ranks, Path(), "new", None, 0, _start_method(request), notes, given)
+    run_dir, begins, more = _run_dir(request, given, now)
+    aside = None
+    if begins == "fresh" and run_dir.exists() and _about(run_dir) is not None:
+        aside = _unused(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
+        more = (f"the earlier run is now in {relative_path(aside)}; nothing of it was deleted", *more)
+    return Job(
+        request=request,
+        ranks=ranks,
+        run_dir=run_dir,
+        begins=begins,
+        aside=aside,
+        generation=len(_generations(run_dir)) if begins == "resume" else 0,
+        start_method=_start_method(request),
+        notes=(*notes, *more),
+        given=given,
+    )
+
+
+def _check_numbers(request: Request) -> None:
+    if request.max_restarts < 0:
+        raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
+    if not request.refill_after_s > 0:
+        given_s = request.spelt("--refill-after", request.refill_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never counts from 0 again")
+    if not request.grace_s >= 0:
+        raise SettingError(f"{request.spelt('--grace', request.grace_s)}: it must be at least 0 seconds")
+    if not (request.hang_after_s is None or request.hang_after_s > 0):
+        given_s = request.spelt("--hang-after", request.hang_after_s)
+        raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+
+
+def _check_working_directory() -> None:
+    # Python itself looks for modules there, and paths are relative to it.
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise SettingError("the working directory has been removed; change to another one (cd)") from None
+
+
+def _check_attached(rank: int, ranks: int) -> None:
+    if not 0 <= rank < ranks:
+        raise SettingError(f"--attach {rank}: give one of the {ranks} ranks, from 0 to {ranks - 1}")
+
+
+def _start_method(request: Request) -> StartMethod:
+    # A program that is no Python has no use for torch, which a fork server would import.
+    forks = sys.platform == "linux" and not isinstance(request.program, Executable)
+    return request.start_method or ("fork" if forks else "plain")
+
+
+def settle(job: Job, *, now: datetime) -> TextIO:
+    """Make the run directory ready, and lock it for this launcher for as long as the returned lock is open.
+
+    Raises:
+        SettingError: if another launcher uses the directory, or it cannot be written.
+    """
+    try:
+        if job.aside is not None:
+            with _locked(job.run_dir):
+                job.run_dir.rename(job.aside)
+        if not job.run_dir.exists():
+            job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+            job.run_dir.mkdir(mode=0o700)
+        job.logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            f"the run directory {relative_path(job.run_dir)} cannot be made ready: {error.strerror}; "
+            "give another with --run-dir"
+        ) from error
+    lock = _locked(job.run_dir)
+    job.status.unlink(missing_ok=True)
+    start = {
+        "command": job.request.command(*begin_options(job)),
+        "time": now.astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "cwd": str(Path.cwd()),
+        "ranks": job.ranks,
+        "begins": job.begins,
+        "settings": dict(job.request.settings),
+        **noted(job.given, job.request.subject),
+        "versions": versions(),
+    }
+    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about["starts"].append(start)
+    _write(job.run_dir, about)
+    return lock
+
+
+def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[str], now: datetime) -> None:
+    """Record that ``generation`` starts, so that a later launcher continues to count from it."""
+    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about["generations"].append(
+        {
+            "number": generation,
+            "ranks": ranks,
+            "hosts": list(hosts),
+            "time": now.astimezone().isoformat(timespec="seconds"),
+        }
+    )
+    _write(job.run_dir, about)
+
+
+def next_generation(run_dir: Path) -> int:
+    """The number of the generation that a launcher starts first which goes on in ``run_dir``."""
+    return len(_generations(run_dir))
+
+
+def note_refused(job: Job) -> None:
+    """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
+    if (about := _about(job.run_dir)) is not None:
+        about["starts"][-1]["refused"] = True
+        _write(job.run_dir, about)
+
+
+def _was_refused(about: Mapping[str, Any] | None) -> bool:
+    return about is not None and all(start.get("refused") for start in about["starts"])
+
+
+def begin_options(job: Job) -> list[str]:
+    """The options that say in which directory and how ``job`` begins, as it was decided."""
+    begins = {"new": [], "resume": ["--resume"], "fresh": ["--fresh"]}[job.begins]
+    back_to = [] if job.request.resume_from is None else ["--resume-from", job.request.resume_from]
+    return [*begins, *back_to, "--run-dir", relative_path(job.run_dir)]
+
+
+def ranks_of(request: Request, machine: Machine, env: Mapping[str, str]) -> tuple[int, tuple[str, ...]]:
+    """How many ranks there will be on this machine, never fewer than asked for; and notes for the user.
+
+    Raises:
+        SettingError: if it is no number of ranks, or there are too few GPUs for it.
+    """
+    asked = request.nproc_per_node
+    spelt, two = request.spelt("--nproc-per-node", asked), request.spelt("--nproc-per-node", 2)
+    if asked is None:
+        if machine.gpus:
+            return machine.gpus, ()
+        return 1, (f"No GPU found: 1 rank on the CPU; {two} rehearses",)
+    if asked == "auto":
+        return machine.gpus or machine.cpus, ()
+    if asked == "cpu":
+        return machine.cpus, ()
+    if asked == "gpu":
+        if not machine.gpus:
+            raise SettingError(
+                f"{spelt}, but this machine has no usable GPU{_by(env)}; give a number of ranks to rehearse on the "
+                f"CPU: {two}"
+            )
+        return machine.gpus, ()
+    try:
+        ranks = int(asked)
+    except ValueError:
+        raise SettingError(f"{spelt}: give a number of ranks, gpu, cpu or auto") from None
+    if ranks < 1:
+        raise SettingError(f"{spelt}: it must be at least 1")
+    if 0 < machine.gpus < ranks and request.settings.get("rehearse", "false").lower() not in ("true", "1"):
+        raise SettingError(
+            f"{spelt}, but this process may use {machine.gpus} GPU{'s' * (machine.gpus > 1)}{_by(env)}; use "
+            f"{request.spelt('--nproc-per-node', machine.gpus)}, or rehearse on the CPU with CUDA_VISIBLE_DEVICES= "
+            "before the command"
+        )
+    return ranks, ()
+
+
+def _by(env: Mapping[str, str]) -> str:
+    allowed = env.get("CUDA_VISIBLE_DEVICES")
+    return "" if allowed is None else f" (CUDA_VISIBLE_DEVICES={allowed})"
+
+
+def _run_dir(
+    request: Request, given: Allocation, now: datetime
+) -> tuple[Path, Literal["new", "resume", "fresh"], tuple[str, ...]]:
+    """The run directory, how the run begins in it, and notes for the user."""
+    if request.resume and request.fresh:
+        raise SettingError("--resume and --fresh contradict each other; give one of them")
+    again = f"{given} was started again, so its run goes on"
+    if request.run_dir is None and given.job and not request.resume:
+        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, _about)
+        return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
+    if request.run_dir is None:
+        if request.resume and not request.settings.get("checkpoint"):
+            raise SettingError(f"{request.spelt('--resume', True)}: say which run{_newest_run(request)}")
+        new = _unused((_RUNS / f"{request.program.stem}-{now:%Y%m%d-%H%M%S}").absolute())
+        return new, "resume" if request.resume else "fresh" if request.fresh else "new", ()
+    run_dir, spelt = Path(request.run_dir).absolute(), request.spelt("--run-dir", request.run_dir)
+    if run_dir.exists() and not run_dir.is_dir():
+        raise SettingError(f"{spelt} is a file; give a directory")
+    held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
+    trained = any(path.name in ("metrics.jsonl", "checkpoints") for path in held)
+    if not trained and _was_refused(_about(run_dir)):
+        held = []
+    if not held and request.fresh:
+        return run_dir, "fresh", ()
+    if not held:
+        return run_dir, "resume" if request.resume else "new", ()
+    if _about(run_dir) is None and trained:
+        raise SettingError(
+            f"{spelt} holds a run whose {MARK} is damaged or gone. What it has saved is still there: go on in a new "
+            f"directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
+        )
+    if _about(run_dir) is None:
+        raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory")
+    if request.resume:
+        return run_dir, "resume", ()
+    # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
+    if goes_on(given, request.subject, _about(run_dir)):
+        return run_dir, "resume", (again,)
+    if request.fresh:
+        return run_dir, "fresh", ()
+    raise SettingError(
+        f"{spelt} holds an earlier run; continue it, or set it aside and start over:\n"
+        f"  {request.command('--resume', '--run-dir', request.run_dir)}\n"
+        f"  {request.command('--fresh', '--run-dir', request.run_dir)}"
+    )
+
+
+def _newest_run(request: Request) -> str:
+    runs = sorted(_RUNS.glob(f"*/{MARK}"), key=lambda path: path.stat().st_mtime)
+    if runs:
+        return f"; the newest is {request.spelt('--run-dir', str(runs[-1].parent))}"
+    return f", with {request.spelt('--run-dir', 'DIR')}"
+
+
+def _unused(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3``... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
+def _about(run_dir: Path) -> dict[str, Any] | None:
+    try:
+        about = read_object(run_dir / MARK)
+        for name in ("starts", "generations"):
+            of_kind(list[dict[str, Any]], about.get(name), name)
+    except (OSError, ValueError):
+        return None
+    return about
+
+
+def _generations(run_dir: Path) -> list[Any]:
+    return list((_about(run_dir) or {"generations": []})["generations"])
+
+
+def _write(run_dir: Path, about: dict[str, Any]) -> None:
+    replace_text(run_dir / MARK, json.dumps(about, indent=2) + "\n", durable=True)
+
+
+def is_in_use(run_dir: Path) -> bool:
+    """Whether a launcher works in ``run_dir``, or what it has started still ends there."""
+    if not (run_dir / _LOCK).exists():
+        return False
+    try:
+        _locked(run_dir).close()
+    except SettingError:
+        return True
+    return False
+
+
+def lock_if_free(run_dir: Path) -> contextlib.AbstractContextManager[object]:
+    """A lock on ``run_dir`` as `settle` gives; where a launcher on a lost host still holds it, none."""
+    try:
+        return _locked(run_dir)
+    except SettingError:
+        return contextlib.nullcontext()
+
+
+def _locked(run_dir: Path) -> TextIO:
+    """A lock on ``run_dir`` that the kernel releases when this process ends, in whatever way."""
+    lock = (run_dir / _LOCK).open("a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise SettingError(
+            f"another lockstep run works in {relative_path(run_dir)}; wait for it, stop it, or give another --run-dir"
+        ) from None
+    except OSError:
+        # The file system has no locks.
+        pass
+    return lock
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of what the bits of a run depend on."""
+    return {
+        "lockstep": lockstep.__version__,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "numpy": _version("numpy"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

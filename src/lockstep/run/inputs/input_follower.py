@@ -1,0 +1,501 @@
+"""From what is given to a run back to the places of the script that this is computed from."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import inspect
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
+from typing import Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.run.inputs.body_changes import BodyChanges, asks_step, is_of_items, reached_values
+from lockstep.run.inputs.input_places import LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
+from lockstep.run.inputs.opaque_reads import opaque_read
+from lockstep.run.source.reachable import BUILTIN_METHODS
+from lockstep.run.source.script_callees import (
+    callees_of,
+    is_memo,
+    is_of_script,
+    of_script,
+    ran_by,
+    sampling,
+    scheduling,
+)
+from lockstep.run.source.script_functions import (
+    Argument,
+    Callee,
+    Context,
+    bind,
+    is_of,
+    is_ours,
+    is_run,
+    runs_in_body,
+)
+from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
+from lockstep.run.source.source_reads import (
+    ITEMS,
+    WORLD_SIZE,
+    Call,
+    Choice,
+    Counted,
+    Lines,
+    Path,
+    Read,
+    Text,
+    is_key,
+    reads_of,
+)
+from lockstep.run.state.registered import State
+
+_DEEPEST: Final = 12  # calls within calls
+_MOST: Final = 4000  # reads that are followed
+_OF_RANKS: Final = {"rank", "world_size"}
+#: Of what each rank gives.
+_OF_EACH_RANK: Final = {"sum", "mean", "gather"}
+_SAMPLE: Final = "a sample"
+UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
+
+
+_CONTAINERS: Final = (list, dict, set, deque)
+#: What is made of what its methods are given; a log or a progress bar is not.
+_FILLED: Final = (*_CONTAINERS, torch.Tensor, np.ndarray)
+#: Methods that return None, if they are a container's.
+_GIVE_NOTHING: Final = {("add",), ("update",)}
+
+
+_Key = tuple[CodeType, tuple[int, ...], bool]
+"""A function, the objects that it is called with, and whether a body does that."""
+
+
+class InputFollower:
+    """Goes from what is given to the run back to the places it is computed from.
+
+    Args:
+        state: of the run.
+        steps: the methods of `Run` that are given it.
+    """
+
+    def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
+        self.steps: Final = steps
+        self.found: Final = TrainingInputs()
+        modules = [module for model in state.models for module in model.modules()]
+        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+        schedulers = [one.scheduler for one in state.schedulers]
+        #: What a script changes to change the training.
+        lists = [optimizer.param_groups for optimizer in state.optimizers]
+        tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
+        self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors)}
+        self.changes: Final = BodyChanges()
+        self._sources: Final = state.sample_sources
+        self._schedulers: Final = schedulers
+        self._left: int = _MOST
+        self._running: Final[list[_Key]] = []
+        self.giving_nothing: Final[set[_Key]] = set()
+        self._lines_followed: Final[set[CodeType]] = set()
+
+    # ---- what it is computed from ------------------------------------------------------------------------------
+
+    @property
+    def entered_last(self) -> _Key:
+        """The function that is entered now."""
+        return self._running[-1]
+
+    def take(self, context: Context, given: Given, outward: list[Read] | None = None) -> None:
+        """Note what ``given`` is computed from; what the caller knows is added to ``outward``."""
+        seen: set[Read] = set()
+        waiting = list(given.reads)
+        while waiting and self._left:
+            read = waiting.pop()
+            if read in seen:
+                continue
+            seen.add(read)
+            self._left -= 1
+            if isinstance(read, Path):
+                waiting += self._of_path(context, read, given, outward)
+            elif isinstance(read, Choice):
+                waiting += () if context.is_dead(read.guards) else read.reads
+            elif isinstance(read, Counted):
+                if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
+                    counts = (
+                        "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
+                    )
+                    self._note_carried(f"{given.what} is computed from what {counts}")
+            elif isinstance(read, Text):
+                waiting += read.reads
+            elif isinstance(read, Lines):
+                for callee in ran_by(context, read):
+                    self._take_returned(context, UNNAMED._replace(line=read.first), callee, given, waiting)
+            else:
+                waiting += self._of_call(context, read, given, outward)
+
+    def take_samples(self, context: Context) -> None:
+        """Note what samples are computed from, which data sets and functions make that loaders were given.
+
+        The same of learning rates, and of what modes of torch compute that the script has.
+        """
+        given, nothing = Given("step", _SAMPLE, ""), UNNAMED
+        for source in self._sources:
+            for callee in sampling(source):
+                self._take_returned(context, nothing, callee, given, [], samples=True)
+        rates = Given("step", "a learning rate", "")
+        for callee in (callee for scheduler in self._schedulers for callee in scheduling(scheduler)):
+            self._take_returned(context, nothing, callee, rates, [])
+        for name, value in context.held.items():
+            if is_of(value, TorchFunctionMode, TorchDispatchMode):
+                under = Given("step", f"what torch computes under {name}", "")
+                for method in ("__torch_function__", "__torch_dispatch__"):
+                    for callee in of_script(attribute_of(value, method), Argument((), value, name)):
+                        self._take_returned(context, nothing, callee, under, [])
+
+    def note_attributes(self, models: Iterable[nn.Module]) -> None:
+        """Note what the script has written into attributes of parameters, such as an importance of each."""
+        for model in models:
+            for name, parameter in model.named_parameters():
+                for attribute in vars(parameter):
+                    if not attribute.startswith("_"):
+                        text = f"{name}.{attribute}"
+                        self.found.note(Place(parameter, "", (attribute,), text), "run.step(...)")
+
+    def _of_path(self, context: Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
+        """Note the place of a path; returns what else is to be followed in the same function."""
+        followed: list[Read] = []
+        if path == WORLD_SIZE:
+            self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
+        if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
+            made = context.reads.set_from.get(path.root, ())
+            attribute = path.attributes[0] if path.attributes else ""
+            followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
+            root = context.value_of(Path(path.root))
+            if path.root not in context.arguments and (root is NOTHING or is_of(root, *_FILLED)):
+                followed += context.reads.filled_from.get(path.root, ())
+        for end in range(1, len(path.attributes) + 1):
+            followed += context.reads.set_from.get(Path(path.root, path.attributes[:end]).text, ())
+        argument = context.arguments.get(path.root)
+        if argument is not None and outward is not None:
+            if len(argument.reads) == 1 and isinstance(name := argument.reads[0], Path):
+                outward.append(Path(name.root, (*name.attributes, *path.attributes)))
+            else:
+                outward += argument.reads
+        if argument is None or argument.text or outward is None:
+            place = context.place_of(path)
+            if place is not None:
+                self._note(context, place, given)
+        value = context.value_of(path)
+        if is_of(value, FunctionType, MethodType, type):
+            followed += self._of_call(context, Call((path,), (), (), True, 0), given, outward)
+        return followed
+
+    def _of_call(self, context: Context, call: Call, given: Given, outward: list[Read] | None) -> list[Read]:
+        """What the value of a call is computed from, in terms of the function that calls."""
+        every = call.every
+        path = call.function[0] if len(call.function) == 1 else None
+        if not isinstance(path, Path):
+            inner: list[Read] = []
+            for callee in callees_of(context, call):
+                self._take_returned(context, call, callee, given, inner)
+            return [*inner, *call.function, *every]
+        owner = context.value_of(path.owner) if path.attributes else NOTHING
+        if is_run(owner):
+            return self._of_run(context, path, call, given)
+        if path.attributes[-1:] == (ITEMS,):
+            return self._of_items(context, path, owner, call, given)
+        if path.attributes[-1:] == ("get_world_size",):
+            self.found.ranks.append(RankUse(given, f"{path.text}()"))
+        if path.text == "len" and any(self._is_pass(context, read) for read in every):
+            self.found.ranks.append(RankUse(given, LENGTH))
+        followed: list[Read] = []
+        if path.attributes[-1:] in _GIVE_NOTHING and is_of(owner, *_CONTAINERS):
+            return []
+        callees = callees_of(context, call)
+        taken = [self._take_returned(context, call, one, given, followed) for one in callees]
+        is_known = any(done and one.known is None for done, one in zip(taken, callees, strict=True))
+        value = context.value_of(path)
+        if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
+            opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
+            if is_memo(value) and self._computes_by_model(context, path):
+                opaque = f"what {path.text} remembers of the model as it was"
+            self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
+        if is_known and not is_of(value, nn.Module, type, functools.partial):
+            return followed
+        if is_of(owner, ModuleType) or value is getattr(builtins, path.text, None):
+            return [*followed, *every]
+        # Of a method that cannot be read, the object; of a function, itself; and what they are given.
+        receiver = path.owner if path.attributes and not is_of(value, *BUILTIN_METHODS) else path
+        is_read = any(one.known and next(iter(one.known.values()), None) is owner for one in callees)
+        return [*followed, *every, *([] if is_read or is_of(value, nn.Module, type) else [receiver])]
+
+    def _computes_by_model(self, context: Context, path: Path) -> bool:
+        """Whether a function of the script calls a model that learns."""
+        call = Call((path,), (), (), True, 0)
+        for callee in callees_of(context, call):
+            with self.entered(context, call, callee) as inner:
+                uses = inner.reads.uses if inner is not None else []
+                called = (use.read.function[0] for use in uses if use.read is not None and use.read.function)
+                modules = [inner.value_of(one) for one in called if inner is not None and isinstance(one, Path)]
+                if any(id(one) in self.trained and is_of(one, nn.Module) for one in modules):
+                    return True
+        return False
+
+    def _of_run(self, context: Context, path: Path, call: Call, given: Given) -> list[Read]:
+        """Of what a method of `Run` returns, nothing: that is the same on all ranks, or is checked elsewhere.
+
+        But not the same on all numbers of ranks, where each gives something of its own last micro-batch.
+        """
+        is_of_body = given.kind in NOTED and context.covers(call.line)
+        if path.attributes[-1] in _OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
+            self._note_carried(
+                f"{given.what} is computed from {path.text}(...) of each rank's last micro-batch, and other numbers of "
+                "ranks have other ones (run.measure(...) is of all samples of a step, in run.metrics afterwards)"
+            )
+        return []
+
+    def _of_items(self, context: Context, path: Path, owner: object, call: Call, given: Given) -> list[Read]:
+        """What a loop over an object gets: of one of the script's classes, what its methods return.
+
+        Of a package's, such as a progress bar, nothing: it hands on what it was given, and counts for itself.
+        """
+        followed: list[Read] = []
+        if isinstance(owner, GeneratorType) and owner.gi_running:
+            return []  # in which the loop of `Run.train` is: its own variables are looked at
+        if owner is NOTHING or is_of(owner, *_FILLED, tuple, GeneratorType):
+            return [path.owner]
+        for name in ("__next__", ITEMS):  # the second one returns the object itself where there is the first
+            method = call._replace(function=(Path(path.root, (*path.attributes[:-1], name)),))
+            if callees := callees_of(context, method):
+                for callee in callees:
+                    self._take_returned(context, method, callee, given, followed)
+                break
+        return followed
+
+    def _goes_over_pass(self, context: Context, read: Read) -> bool:
+        if isinstance(read, Call):
+            return self._is_pass(context, read) or any(self._goes_over_pass(context, each) for each in read.every)
+        return False
+
+    def _is_pass(self, context: Context, read: Read) -> bool:
+        if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
+            return False
+        return path.attributes[-1:] == ("train",) and is_run(context.value_of(path.owner))
+
+    # ---- what bodies change --------------------------------------------------------------------------------------
+
+    def find_carried(self, context: Context) -> None:
+        """Note a variable of the places found that each body, or some bodies, make from what it was before.
+
+        Not where it is changed once a step, as `Run.step` says; nor where it is made when it is needed first.
+        """
+        assert context.frame is not None
+        loop = context.loop
+        whats = {place.text: what for place, what in self.found.places.values()}
+        changes = [
+            change
+            for change in context.reads.changes
+            if loop.first < change.line <= loop.last and not context.is_dead(change.guards)
+        ]
+        exits = tuple(read for each in context.reads.exits for read in each)
+        for change in changes:
+            here, name = change.path, change.path.text
+            if name not in whats or name in loop.fresh or asks_step(context, (*change.conditions, *exits)):
+                continue
+            is_made_of_itself = all(here in other.value for other in changes if other.path == here)
+            of_body = (
+                isinstance(read, Path) and not read.attributes and read.root in loop.fresh for read in change.value
+            )
+            is_variable = not here.attributes and here not in change.conditions
+            if is_made_of_itself or (is_variable and any(of_body)):
+                self._note_carried(
+                    f"{name}, which {whats[name]} is computed from, is changed in line {change.line} from what it was"
+                )
+
+    def _note_carried(self, text: str) -> None:
+        self.found.carried = self.found.carried or text
+
+    def follow_changes(self) -> None:
+        """Note what the places found are computed from, where functions change them that a body calls."""
+        waiting = list(self.found.places)
+        while waiting:
+            place, what = self.found.places[waiting.pop()]
+            known = set(self.found.places)
+            for context, reads in self.changes.reads_at(place):
+                self.take(context, Given("step", what, "", reads))
+            waiting += self.found.places.keys() - known
+
+    def find_carried_within(self, *, always: bool = False) -> None:
+        """The same of what functions change that a body calls: where only some bodies do so, or ``always``."""
+        for key, (place, what) in self.found.places.items():
+            if self.changes.is_bodys(place):
+                self.found.of_bodies.add(key)
+            if self.changes.makes_anew(place):
+                self.found.anew.add(key)
+            elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):
+                self.found.when_needed.add(key)
+            elif line := self.changes.line_of(place, always=always):
+                self._note_carried(
+                    f"{place.text}, which {what} is computed from, is changed in line {line} from what it was"
+                )
+
+    def _is_made_of_trained(self, place: Place) -> bool:
+        """Whether what bodies make when it is needed is of weights as they were then, which do not come again."""
+        made = self.changes.reads_at(place)
+        return any(id(value) in self.trained for context, reads in made for value in reached_values(context, reads))
+
+    # ---- calls -------------------------------------------------------------------------------------------------
+
+    def enter(self, context: Context) -> None:
+        """Note what a function changes, and the functions that its lines were seen to run."""
+        self.changes.enter(context)
+        if context.code in self._lines_followed:
+            return
+        self._lines_followed.add(context.code)
+        for lines in (statement.lines for statement in context.reads.statements):
+            for callee in ran_by(context, lines):
+                with self.entered(context, UNNAMED._replace(line=lines.first), callee):
+                    pass
+
+    @contextlib.contextmanager
+    def entered(
+        self, context: Context, call: Call, callee: Callee, *, samples: bool = False, per_step: bool = False
+    ) -> Iterator[Context | None]:
+        """The function that is called, with what its parameters stand for; None where it is to be left alone.
+
+        Args:
+            context: of the function that calls.
+            call: of the function.
+            callee: which function.
+            samples: whether it makes samples, which are read before the body.
+            per_step: whether it runs once a step, and in no body.
+        """
+        function, *_ = callee
+        reads = reads_of(function.__code__)
+        if reads is None or context.depth >= _DEEPEST:
+            yield None
+            return
+        arguments = bind(context, call, callee, reads)
+        whole = call._replace(attribute="")
+        use = next((one for one in context.reads.uses if one.line == call.line and one.read == whole), None)
+        at = use or context.reads.statement_at(call.line)
+        in_body = runs_in_body(context, call) and not (per_step or (at and asks_step(context, at.conditions)))
+        key = function.__code__, tuple(id(one.value) for one in arguments.values()), samples or in_body
+        if key in self._running:
+            yield None
+            return
+        self._running.append(key)
+        closure = function.__closure__ or ()
+        inner = Context(
+            function.__code__,
+            reads,
+            function.__globals__,
+            cells=dict(zip(function.__code__.co_freevars, closure, strict=False)),
+            arguments=arguments,
+            depth=context.depth + 1,
+            in_body=samples or in_body,
+            running=context.running,
+            unsettled=context.unsettled,
+            # Two bodies show no difference of samples.
+            sometimes=samples or context.sometimes or (at is not None and at.sometimes),
+            calls=context.calls,
+        )
+        self.enter(inner)
+        yield inner
+        self._running.pop()
+
+    # ---- places ------------------------------------------------------------------------------------------------
+
+    def _note(self, context: Context, place: Place, given: Given) -> None:
+        """``given`` is computed from what is at ``place``, unless an object on the way says more, or the run has it."""
+        owner = value = variable_at(place.owner, place.name)
+        for number, name in enumerate(place.attributes):
+            if is_run(value):
+                if name in _OF_RANKS:
+                    self.found.ranks.append(RankUse(given, f"run.{name}"))
+                if name == "progress" and given.what == _SAMPLE:
+                    self._note_carried(f"{_SAMPLE} is computed from run.progress, and is made before its step begins")
+                return
+            if is_ours(value):
+                return
+            if is_of(value, ModuleType) and name != "environ" and not is_of_script(value):
+                return
+            if id(value) in self.trained and not is_of(value, nn.Module):
+                return  # an option of an optimizer, or its state
+            following = attribute_of(value, name)
+            if following is NOTHING and is_key(name):
+                text = place.text.removesuffix(Path("", place.attributes[number:]).text)
+                place = place._replace(attributes=place.attributes[:number], text=text)
+                break
+            if isinstance(following, property):
+                text = place.text.removesuffix(Path("", place.attributes[number:]).text)
+                callees = of_script(following.fget, Argument((), value, text))
+                for callee in callees:
+                    self._take_returned(context, UNNAMED, callee, given, [])
+                if callees:
+                    return
+                place = place._replace(attributes=place.attributes[:number], text=text)
+                break
+            maker = None if following is not None else inspect.getattr_static(type(value), name, None)
+            if isinstance(maker, functools.cached_property):
+                self._take_made(context, place, number, Argument((), value, ""), maker, given)
+                return
+            owner, value = value, following
+        if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
+            return
+        is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
+        if given.kind in NOTED and not is_known:
+            self.found.note(place, given.what)
+
+    def _take_made(
+        self,
+        context: Context,
+        place: Place,
+        number: int,
+        owner: Argument,
+        maker: functools.cached_property[object],
+        given: Given,
+    ) -> None:
+        """Note what a property is made from when it is needed first; the property itself, if that is weights."""
+        text = place.text.removesuffix(Path("", place.attributes[number:]).text)
+        call = UNNAMED
+        for callee in of_script(maker.func, owner._replace(text=text)):
+            with self.entered(context, call, callee) as inner:
+                if inner is None:
+                    continue
+                self.take(inner, given._replace(reads=tuple(inner.reads.returned)), [])
+                if any(id(value) in self.trained for value in reached_values(inner, inner.reads.returned)):
+                    self.found.note(place._replace(attributes=place.attributes[: number + 1]), given.what)
+
+    def _take_returned(
+        self,
+        context: Context,
+        call: Call,
+        callee: Callee,
+        given: Given,
+        outward: list[Read],
+        *,
+        samples: bool = False,
+    ) -> bool:
+        """Note what the value of a function is computed from; whether its source is known."""
+        with self.entered(context, call, callee, samples=samples) as inner:
+            if inner is None:
+                return False
+            reads = tuple(inner.reads.returned)
+            if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
+                # The value is the object, with all that this sets.
+                own = inner.reads.parameters.args[0].arg
+                sets = [change for change in inner.reads.changes if change.path.root == own and change.path.attributes]
+                sets = [change for change in sets if change.path.attributes[0] == call.attribute] or sets
+                reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
+            self.take(inner, given._replace(reads=reads), outward)
+        return True
+
+
+def _is_registered(module: object, name: str) -> bool:
+    """Whether a module has a parameter or a buffer of this name."""
+    return is_of(module, nn.Module) and any(name in vars(module)[part] for part in ("_parameters", "_buffers"))

@@ -1,0 +1,440 @@
+"""Models that no rank holds whole while they are made, with the values that one rank would have drawn.
+
+    self.a = nn.Linear(...)     a.weight is allocated and drawn                      whole
+    self.b = nn.Linear(...)     b.weight likewise; of a.weight ...                   ... this rank's rows are kept
+    self.a.weight.mul_(2)       a.weight is gathered from all ranks, and changed     whole again
+    the end                     each rank holds its rows of every parameter
+
+Each operation of the constructor runs on every rank as it would on one alone, in the same order and on whole tensors:
+so all values are those of one rank, and so are the random numbers that come after them. Between two operations the
+tensors that were used least recently give up their memory (their storage has no bytes, as those of `fully_shard` have
+between two gatherings) and get it back when an operation is about to read them. What overwrites a tensor, as an
+initialisation does, gets it without the values of before; whatever reads them needs all ranks.
+
+Costs: the time of making the whole model, on every rank; in memory this rank's rows, the tensors that one operation
+uses, and `_WHOLE_BYTES`. Tables of embeddings that are larger than that are made by
+`parameter_server.table_construction`.
+"""
+
+from __future__ import annotations
+
+import gc
+import zlib
+from collections.abc import Callable, Container, Iterable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.collectives import Group, StoredTensor, broadcast_from_rank0, in_memory
+from lockstep.errors import UsageError
+from lockstep.strategies.parts.module_states import checksum, verify_module_states, verify_random_state
+
+#: Tensors of fewer bytes stay whole.
+_LEAST_BYTES: Final = 1 << 10
+#: The tensors used last are not divided while they have no more bytes together.
+_WHOLE_BYTES: Final = 16 << 20
+
+_ATEN = torch.ops.aten
+#: They make tensors without values.
+_ALLOCATES: Final = {
+    _ATEN.empty.memory_format,
+    _ATEN.empty_strided.default,
+    _ATEN.empty_like.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+}
+#: They give every element of their first argument a value that does not depend on the one before.
+_OVERWRITES: Final = {
+    _ATEN.copy_,
+    _ATEN.exponential_,
+    _ATEN.fill_,
+    _ATEN.normal_,
+    _ATEN.random_,
+    _ATEN.uniform_,
+    _ATEN.zero_,
+}
+#: They give the same memory again, and look at no value of it, and at no size of a storage.
+SHARE_MEMORY: Final = {_ATEN.detach.default, _ATEN.alias.default}
+#: They hand out a tensor's memory, which must stay where it is from then on.
+_HANDS_OUT_MEMORY: Final = {
+    "__array__",
+    "__deepcopy__",
+    "__dlpack__",
+    "__reduce_ex__",
+    "_typed_storage",
+    "data_ptr",
+    "numpy",
+    "pin_memory",
+    "share_memory_",
+    "storage",
+    "tolist",
+    "untyped_storage",
+}
+
+
+class DividedConstruction:
+    """Makes models of which each rank of a group keeps rows. Collective, as each of its methods.
+
+    The rows of W ranks are those of `fully_shard`: equally many neighbouring ones of dimension 0, fewer on the last.
+
+    Args:
+        group: the ranks that hold a model together.
+        everybody: all ranks, whose models must be equal.
+        least_bytes: tensors of fewer bytes stay whole.
+        whole_bytes: of the tensors that were used last and are whole.
+    """
+
+    def __init__(
+        self, group: Group, everybody: Group, *, least_bytes: int = _LEAST_BYTES, whole_bytes: int = _WHOLE_BYTES
+    ) -> None:
+        self._group: Final = group
+        self._everybody: Final = everybody
+        self._least_bytes: Final = least_bytes
+        self._whole_bytes: Final = whole_bytes
+        self._known: Final[dict[int, _Divided]] = {}  # by the storage
+        self._handed_out: Final[dict[int, StorageWeakRef]] = {}  # while it is there, no other storage has its place
+        # Those that are whole, in the order of their last use: of the operations alone, never of which tensors are
+        # still alive, for garbage is collected at other times on other ranks, and all must gather alike.
+        self._whole: Final[dict[int, _Divided]] = {}
+        self._total = 0  # bytes of these
+        self._purge_at = 1024
+
+    def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """What ``make`` gives; of its parameters only this rank's rows have memory, until `restore_rows`. Collective.
+
+        Its buffers are whole, and rank 0's.
+
+        Raises:
+            MismatchError: if ranks made different models, or would draw different random numbers.
+            UsageError: for a parameter to which nobody has given values.
+        """
+        verify_random_state(self._everybody)
+        with _Operations(self), _Escapes(self):
+            model = make()
+        self._finish(model)
+        verify_module_states(self._everybody, model)
+        broadcast_from_rank0(self._everybody, model.buffers())
+        return model
+
+    def restore_rows(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give ``parameters`` their memory again, with this rank's rows; the others hold anything. Not collective."""
+        for parameter in parameters:
+            divided = self._known.pop(_storage_of(parameter), None)
+            if divided is not None:
+                divided.restore_rows()
+
+    def restore(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Give ``parameters`` their memory again, and all values. Collective."""
+        for parameter in parameters:
+            divided = self._known.pop(_storage_of(parameter), None)
+            if divided is not None:
+                divided.restore()
+
+    # ---- while it is made ----------------------------------------------------------------------------------------
+
+    def before(self, tensors: Iterable[torch.Tensor], overwritten: torch.Tensor | None) -> None:
+        """An operation is about to use ``tensors``, and to overwrite all of one."""
+        for tensor in tensors:
+            divided = self._known.get(key := _storage_of(tensor))
+            if divided is not None:
+                divided.restore(with_values=tensor is not overwritten)
+                self._forget_use(key)
+                self._use(key, divided)
+
+    def after(self, used: Iterable[torch.Tensor], made: Iterable[torch.Tensor], *, allocated: bool) -> None:
+        """An operation has used some tensors, and ``made`` others, which have no values if they are ``allocated``."""
+        in_use = {_storage_of(tensor) for tensor in used}
+        for tensor in made:
+            in_use.add(key := _storage_of(tensor))
+            if key not in self._known and key not in self._handed_out and self._can_divide(tensor):
+                self._known[key] = _Divided(tensor, self._group, has_values=not allocated)
+                self._use(key, self._known[key])
+        if self._total > self._whole_bytes:
+            self._keep_rows(in_use)
+
+    def _keep_rows(self, in_use: Container[int]) -> None:
+        """Free what was used least recently, but for this rank's rows, until the rest is small enough."""
+        for key in [key for key in self._whole if key not in in_use]:
+            if self._total <= self._whole_bytes:
+                break
+            divided = self._forget_use(key)
+            if divided is not None and not divided.keep_rows():
+                del self._known[key]
+        if len(self._known) > self._purge_at:
+            for key in [key for key, divided in self._known.items() if key not in self._whole and divided.is_gone]:
+                del self._known[key]
+            self._purge_at = 1024 + 2 * len(self._known)
+
+    def _use(self, key: int, divided: _Divided) -> None:
+        self._whole[key] = divided
+        self._total += divided.bytes
+
+    def _forget_use(self, key: int) -> _Divided | None:
+        divided = self._whole.pop(key, None)
+        self._total -= 0 if divided is None else divided.bytes
+        return divided
+
+    def written(self, tensor: torch.Tensor) -> None:
+        """An operation has changed ``tensor``."""
+        divided = self._known.get(_storage_of(tensor))
+        if divided is not None:
+            divided.has_values = True
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is one of those that are divided, and all of its storage."""
+        divided = self._known.get(_storage_of(tensor))
+        return divided is not None and divided.is_all(tensor)
+
+    def read_rows(self, tensor: torch.Tensor, stored: StoredTensor) -> bool:
+        """Copy this rank's rows of ``stored`` into ``tensor``; false if it must be copied whole."""
+        divided = self._known.get(key := _storage_of(tensor))
+        if divided is None or not divided.is_all(tensor) or tensor.shape != stored.shape or not tensor.dim():
+            return False
+        self._forget_use(key)
+        divided.read_rows(tensor, stored)
+        return True
+
+    def stays_whole(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Something may look at the memory of ``tensors`` without an operation from now on. Collective."""
+        for tensor in tensors:
+            divided = self._known.pop(key := _storage_of(tensor), None)
+            self._handed_out.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
+            if divided is not None:
+                self._forget_use(key)
+                divided.restore()
+
+    def _can_divide(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= self._least_bytes and storage.resizable() and not tensor.is_meta
+
+    def _finish(self, model: nn.Module) -> None:
+        """Each rank keeps its rows of every parameter, and the whole of whatever else is still there."""
+        gc.collect()
+        parameters = {_storage_of(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
+        for key, divided in list(self._known.items()):
+            if divided.is_gone:
+                del self._known[key]
+            elif key not in parameters or not divided.is_all(parameters[key][1]):
+                del self._known[key]
+                divided.restore()
+        self._whole.clear()
+        self._total = 0
+        checksums = []
+        for key, (name, parameter) in parameters.items():
+            found = self._known.get(key) or self._taken_over(parameter)
+            if found is None:
+                continue
+            if not found.has_values:
+                raise UsageError(without_values(name, model))
+            if not found.divide_as(parameter):
+                continue  # something looks at its memory
+            self._known[_storage_of(parameter)] = found
+            checksums.append(found.checksum)
+        whole = [p.detach() for p in model.parameters() if not p.is_meta and _storage_of(p) not in self._known]
+        checksums += [checksum(p) for p in whole]
+        self._everybody.check_equal(
+            "the values that run.model(...) gave its parameters (the function must make the same model on every rank)",
+            zlib.crc32(repr(checksums).encode()),
+        )
+
+    def _taken_over(self, parameter: nn.Parameter) -> _Divided | None:
+        """Of a parameter that came from elsewhere, such as a file in memory; None if it stays whole."""
+        storage = parameter.untyped_storage()
+        size = parameter.numel() * parameter.element_size()
+        if parameter.is_meta or size < self._least_bytes or not parameter.is_contiguous() or not parameter.dim():
+            return None
+        if not storage.resizable() or storage.nbytes() != size or storage._cdata in self._handed_out:
+            parameter.data = parameter.data.clone()
+        return _Divided(parameter, self._group, has_values=True)
+
+
+class _Divided:
+    """The storage of one tensor: whole, or with this rank's rows beside it and no bytes."""
+
+    def __init__(self, tensor: torch.Tensor, group: Group, *, has_values: bool) -> None:
+        storage = tensor.untyped_storage()
+        self._group: Final = group
+        self._reference: Final = StorageWeakRef(storage)
+        self.bytes: Final = storage.nbytes()
+        self.has_values = has_values
+        self.checksum = 0  #: of all values, when they were whole last
+        self._rows = self.bytes
+        self._is_whole = True
+        self._own: torch.Tensor | None = None  # the bytes of this rank's rows
+        if self.is_all(tensor) and tensor.dim():
+            self._rows = tensor.shape[0]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether no tensor has this storage any more."""
+        return bool(self._reference.expired())
+
+    def is_all(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has all elements of this storage, row by row."""
+        size = tensor.numel() * tensor.element_size()
+        return size == self.bytes and tensor.is_contiguous() and not tensor.storage_offset()
+
+    def keep_rows(self) -> bool:
+        """Keep this rank's rows, and free the rest; false if there is no such storage any more."""
+        storage = self._storage()
+        if storage is None or (self._is_whole and (storage.nbytes() != self.bytes or not storage.resizable())):
+            return False
+        if self._is_whole:
+            if self.has_values:
+                flat = _bytes_of(storage)
+                self.checksum = checksum(flat)
+                self._own = flat[self._range(self._group.rank)].clone()
+            storage.resize_(0)
+            self._is_whole = False
+        return True
+
+    def restore(self, *, with_values: bool = True) -> None:
+        """The storage has all its bytes again; with their values, if they are asked for. Collective with values."""
+        flat = self._allocated()
+        if flat is None:
+            return
+        if self.has_values and with_values:
+            on_cpu = flat.cpu()
+            if self._own is not None:
+                on_cpu[self._range(self._group.rank)] = self._own.cpu()
+            for rank in range(self._group.size):
+                part = on_cpu[self._range(rank)]
+                if part.numel():
+                    self._group.broadcast_bytes(part, rank, "what the constructor of the model reads of a parameter")
+            if flat.is_cuda:
+                flat.copy_(on_cpu)
+        self._own = None
+
+    def restore_rows(self) -> None:
+        """The storage has all its bytes again, of which those of this rank's rows have their values."""
+        flat = self._allocated()
+        if flat is not None and self._own is not None:
+            flat[self._range(self._group.rank)] = self._own
+        self._own = None
+
+    def divide_as(self, parameter: nn.Parameter) -> bool:
+        """Keep this rank's rows of ``parameter``, which is all of the storage; false if it must stay whole."""
+        rows = parameter.shape[0] if parameter.dim() else self.bytes
+        if rows != self._rows:
+            self.restore()
+            self._rows = rows
+        return self.keep_rows()
+
+    def read_rows(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
+        """Keep this rank's rows of ``stored`` as those of ``tensor``, which is all of the storage."""
+        storage = self._storage()
+        assert storage is not None
+        storage.resize_(0)
+        self._rows, self._is_whole, self.has_values, self.checksum = tensor.shape[0], False, True, 0
+        row = self.bytes // max(1, self._rows)
+        own = self._range(self._group.rank)
+        rows = stored.rows(own.start // max(1, row), own.stop // max(1, row))
+        self._own = rows.to(device=tensor.device, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
+
+    def _storage(self) -> torch.UntypedStorage | None:
+        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        return found
+
+    def _allocated(self) -> torch.Tensor | None:
+        """All bytes of the storage, which had none; None if it has them already, or is gone."""
+        storage = self._storage()
+        if storage is None or self._is_whole:
+            return None
+        storage.resize_(self.bytes)
+        self._is_whole = True
+        return _bytes_of(storage)
+
+    def _range(self, rank: int) -> slice:
+        row, high = self.bytes // max(1, self._rows), -(-self._rows // self._group.size)
+        return slice(min(rank * high, self._rows) * row, min((rank + 1) * high, self._rows) * row)
+
+
+class _Operations(TorchDispatchMode):
+    """Sees every operation on tensors, also those inside of others."""
+
+    def __init__(self, construction: DividedConstruction) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._construction: Final = construction
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        construction = self._construction
+        if func in SHARE_MEMORY:
+            return func(*args, **kwargs)
+        from_file = func is _ATEN.copy_.default and isinstance(args[1], StoredTensor) and is_plain(args[0])
+        if from_file and construction.read_rows(args[0], args[1]):
+            return args[0]
+        args, kwargs = in_memory((args, kwargs))
+        used = [value for value in pytree.tree_leaves((args, kwargs)) if is_plain(value)]
+        overwritten = None
+        if func.overloadpacket in _OVERWRITES and is_plain(args[0]) and construction.covers(args[0]):
+            storage = _storage_of(args[0])  # ... which a view of itself, such as the source of a copy, would read
+            overwritten = args[0] if [_storage_of(tensor) for tensor in used].count(storage) == 1 else None
+        construction.before(used, overwritten)
+        out = func(*args, **kwargs)
+        for tensor in written_by(func, args, kwargs):
+            construction.written(tensor)
+        made = [value for value in pytree.tree_leaves(out) if is_plain(value)]
+        construction.after(used, made, allocated=allocates(func))
+        return out
+
+
+class _Escapes(TorchFunctionMode):
+    """Sees calls that hand out the memory of a tensor, such as ``data_ptr``: they are no operations."""
+
+    def __init__(self, construction: DividedConstruction) -> None:
+        super().__init__()
+        self._construction: Final = construction
+
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _HANDS_OUT_MEMORY:
+            with torch._C.DisableTorchFunction():
+                self._construction.stays_whole(value for value in pytree.tree_leaves(args) if is_plain(value))
+        return func(*args, **(kwargs or {}))
+
+
+def allocates(func: Any) -> bool:
+    """Whether the operation ``func`` makes a tensor without values."""
+    return func in _ALLOCATES
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that the operation ``func`` changes in place, or writes to."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [tensor for tensor in pytree.tree_leaves(value) if is_plain(tensor)]
+    return found
+
+
+def without_values(name: str, model: nn.Module) -> str:
+    """What to say of a tensor of ``model`` to which nobody has given values."""
+    return (
+        f"{name} of {type(model).__name__} has no values: nothing initialises it. Give its module a method "
+        "reset_parameters() that does, or hand over the function that makes the model with its values, as in "
+        "run.model(lambda: Net()), without torch.device('meta')"
+    )
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is a tensor of torch's own classes, and of no subclass."""
+    return type(value) in (torch.Tensor, nn.Parameter, nn.Buffer)

@@ -1,0 +1,385 @@
+"""What a script computes with divided parameters, or writes to them, has the result of one rank, or is refused.
+
+    nn.init.normal_(net.head.weight)         every rank draws the whole tensor and keeps its rows: as on one rank
+    net.load_state_dict(torch.load(path))    each rank copies its rows
+    net.head.weight.mul_(0.9)                by rows: the result of an element does not depend on its place
+    net.head.weight.norm().item()            all rows are gathered, and every rank computes with the whole tensor
+    net.head.weight[mask] = 0.0              the same, and each rank keeps its rows of the result
+    net.head.weight[0].fill_(1.0)            UsageError: the row is a copy, gathered from all ranks
+
+Torch's own `DTensor` draws other numbers on every number of ranks, does not take a plain tensor to copy, adds up parts
+and then sums of parts, and multiplies matrices of other shapes and strides than one rank does: other bits. So there is
+a list of what is computed by rows; everything else that torch has rules for is computed with whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NoReturn
+
+import torch
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils import _pytree as pytree
+
+from lockstep.collectives import Group, translating_peer_errors
+from lockstep.errors import UsageError
+from lockstep.strategies.not_whole.divided_parameters import GatheredCopy, refuse_write, storage_of
+from lockstep.strategies.parts.module_states import checksum
+
+_ATEN: Final = torch.ops.aten
+#: They draw random numbers: into their first argument, into a tensor like it, or with its values.
+_DRAWS: Final = (
+    *(_ATEN.normal_, _ATEN.uniform_, _ATEN.bernoulli_, _ATEN.exponential_, _ATEN.random_),
+    *(_ATEN.geometric_, _ATEN.cauchy_, _ATEN.log_normal_),
+    *(_ATEN.rand_like, _ATEN.randn_like, _ATEN.randint_like),
+    *(_ATEN.bernoulli, _ATEN.native_dropout, _ATEN.normal, _ATEN.poisson, _ATEN.multinomial),
+)
+#: Of these, the values of the first argument do not matter.
+_READ_NO_VALUES: Final = _DRAWS[:11]
+#: By name: an element of their result depends on one of each argument, and IEEE 754 says how it is rounded. Of others,
+#: such as `sigmoid` and `pow`, torch's kernels for CPUs compute the last few elements of a tensor in another way.
+_BY_ROWS: Final = frozenset(
+    (
+        *("abs", "neg", "sign", "sgn", "sqrt", "reciprocal", "ceil", "floor", "round", "trunc", "frac"),
+        *("add", "sub", "mul", "div", "addcmul", "addcdiv", "lerp", "maximum", "minimum", "fmax", "fmin"),
+        *("clamp", "clamp_min", "clamp_max", "where", "masked_fill", "copysign", "nan_to_num"),
+        *("relu", "threshold", "threshold_backward"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isposinf", "isneginf", "signbit"),
+        *("logical_and", "logical_or", "logical_xor", "logical_not"),
+        *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
+        # They make tensors, or give them other values or another type.
+        *("clone", "_to_copy", "empty_like", "zeros_like", "ones_like", "full_like", "zero"),
+        *("new_zeros", "new_ones", "new_full", "new_empty_strided"),
+        # Of torch's optimizers; `division_checks` refuses them on CPUs.
+        *("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"),
+    )
+)
+#: But for these: a value in a tensor, and numbers that are multiplied by another one before they are added.
+_NOT_BY_ROWS: Final = frozenset(
+    (_ATEN.masked_fill.Tensor, _ATEN.masked_fill_.Tensor, _ATEN.add.Scalar, _ATEN.sub.Scalar, _ATEN.add_.Scalar)
+)
+#: By powers with these exponents, too.
+_EXACT_EXPONENTS: Final = (0, 0.5, 1, 2, 3, -1, -2)
+#: In types of two bytes, torch's kernels for CPUs round these once or twice where ``alpha`` is not 1.
+_SCALED_SUMS: Final = (_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, _ATEN._foreach_add, _ATEN._foreach_add_)
+#: Torch has no rule for these.
+_UNKNOWN_TO_TORCH: Final = (
+    *(_ATEN.renorm, _ATEN.renorm_, _ATEN.tril_, _ATEN.triu_, _ATEN.put_, _ATEN.take, _ATEN.masked_scatter_),
+    *(_ATEN._foreach_copy_, _ATEN.searchsorted, _ATEN.bincount, _ATEN.nonzero, _ATEN._unique2, _ATEN._cdist_forward),
+    *(_ATEN.index_copy_, _ATEN.index_add_, _ATEN.scatter_add_, _ATEN.scatter_reduce_, _ATEN.random_, _ATEN.eye),
+    *(_ATEN.trace, _ATEN.dot, _ATEN.vdot, _ATEN.mv, _ATEN.addmv, _ATEN.equal, _ATEN.allclose, _ATEN.unfold),
+    *(_ATEN.argmax, _ATEN.argmin),
+)
+#: Torch's own rules for these are right: they read no values, or, of `GradScaler`, ask all ranks.
+_LEFT_TO_TORCH: Final = frozenset(
+    (
+        *(_ATEN.is_same_size.default, _ATEN.is_pinned.default, _ATEN.as_strided.default),
+        _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
+    )
+)
+_GATHERING: Final = "reading rows of a divided parameter, as for a norm, which all ranks do or none"
+
+
+class DividedOperations:
+    """While open, operations on what is divided over ``mesh`` have the result of one rank, or are refused.
+
+    All but those by rows are collective: drawing and copying a plain tensor compare what is drawn from, or copied, and
+    others gather the rows. Tensors on other meshes, such as a script's own, are left to torch.
+
+    Args:
+        mesh: of one dimension, with a name that no script gives to its own, for torch takes meshes with the same names
+            and ranks for equal.
+        group: of the ranks whose parameters must stay equal: those of all copies of a model.
+    """
+
+    def __init__(self, mesh: DeviceMesh, group: Group) -> None:
+        self._mesh: Final = mesh
+        if not _groups:
+            _of_torch.update(_dispatcher()._custom_op_handlers)
+            _handlers.update((op, handler) for op, handler in _of_torch.items() if op not in _OPERATIONS)
+            _dispatcher()._custom_op_handlers = _handlers
+        _groups[mesh] = group
+
+    def handle_scaled_sums(self) -> None:
+        """From now on, sums with ``alpha=`` of types of two bytes are computed with whole tensors, too, on CPUs."""
+        _handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
+
+    def close(self) -> None:
+        """Leave them to torch again."""
+        _groups.pop(self._mesh, None)
+        if not _groups:
+            _dispatcher()._custom_op_handlers = dict(_of_torch)
+            for op in {*_of_torch, *_overloads(_SCALED_SUMS)} - _OPERATIONS.keys():
+                _handlers.pop(op, None)
+            _of_torch.clear()
+
+
+_groups: Final[dict[DeviceMesh, Group]] = {}  # those of what is open; torch has one table for the whole process
+_of_torch: Final[dict[Any, Any]] = {}  # that table as it was before
+
+
+def _dispatcher() -> Any:
+    return DTensor._op_dispatcher
+
+
+def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
+    """What is called for each operation, with the group and as torch calls handlers."""
+    return {
+        **{op: _computed(op) for op in _known_to_torch() if not _is_by_rows(op)},
+        **dict.fromkeys(_overloads([_ATEN.pow, _ATEN.pow_]), _power),
+        **dict.fromkeys(_overloads(_DRAWS), _draw),
+        **dict.fromkeys(_overloads([_ATEN.fill_]), _fill),
+        _ATEN.copy_.default: _copy,
+        _ATEN._local_scalar_dense.default: _item,
+        _ATEN.new_empty.default: _new_empty,
+        _ATEN.rrelu_with_noise.default: _not_known,
+        _ATEN._linalg_svd.default: _by_another_routine,
+        _ATEN._linalg_eigh.default: _by_another_routine,
+    }
+
+
+def _known_to_torch() -> set[OpOverload]:
+    """The operations that torch computes with `DTensor`s in one way or another, and what it has no rule for."""
+    tables = (table for table in vars(DTensor._op_dispatcher.sharding_propagator).values() if isinstance(table, dict))
+    known = {op for table in tables for op in table if isinstance(op, OpOverload)}
+    known.update(op for op in decomposition_table if isinstance(op, OpOverload))
+    known.update(_overloads(_UNKNOWN_TO_TORCH))
+    return {op for op in known - _LEFT_TO_TORCH if op.namespace in ("aten", "prims")}
+
+
+def _is_by_rows(op: OpOverload) -> bool:
+    """Whether torch computes ``op`` as it is to be: by rows; in parts, which are computed by rows; or in new memory."""
+    name = op.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
+    in_parts = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    return in_parts or (name in _BY_ROWS and op not in _NOT_BY_ROWS) or torch.Tag.inplace_view in op.tags
+
+
+def _computed(op: OpOverload) -> Callable[..., Any]:
+    aliases = [result.alias_info for result in op._schema.returns]
+    if any(alias is not None and not alias.is_write for alias in aliases) or op is _ATEN._unsafe_view.default:
+        return _view
+    gives_tensors = all(isinstance(result.type, torch.TensorType) for result in op._schema.returns)
+    return _element_by_element if torch.Tag.pointwise in op.tags and gives_tensors else _whole
+
+
+def _overloads(packets: Iterable[OpOverloadPacket]) -> list[OpOverload]:
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+def _call(op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute ``op`` of tensors, one of which at least is divided."""
+    tensors = (value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    group = next((_groups[tensor.device_mesh] for tensor in tensors if tensor.device_mesh in _groups), None)
+    with torch.no_grad():  # torch has seen to gradients before it asks
+        if group is None:
+            return _by_torch(op, args, kwargs)
+        handler: Callable[..., Any] = _OPERATIONS.get(op, _scaled_sum)
+        return handler(group, op, args, kwargs)
+
+
+def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+    handler = _of_torch.get(op)
+    if handler is not None:
+        return handler(op, args, kwargs)
+    handlers = _dispatcher()._custom_op_handlers
+    handlers.pop(op, None)  # None: a thread beside this one is at the same operation
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = _call
+
+
+def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute with whole tensors, on every rank, which keeps its rows of what has a divided tensor's shape. Collective.
+
+    Plain tensors beside divided ones must be equal on all ranks where a divided one is changed; elsewhere they may be
+    of a rank's own data, and torch refuses them.
+    """
+    leaves = pytree.tree_leaves((args, kwargs))
+    divided = [value for value in leaves if isinstance(value, DTensor)]
+    plain = [value for value in leaves if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)]
+    written = _written(op, args, kwargs)
+    if any(isinstance(tensor, GatheredCopy) for tensor in written):
+        refuse_write()
+    changed = [tensor for tensor in written if isinstance(tensor, DTensor)]
+    if any(tensor.dim() for tensor in plain):
+        if not changed or len(changed) < len(written):
+            return _by_torch(op, args, kwargs)
+        group.check_equal("a tensor by which a divided parameter is changed", [checksum(tensor) for tensor in plain])
+    originals: dict[int, DTensor] = {}  # of the tensors that are changed, by the whole ones
+    gathered: dict[int, torch.Tensor] = {}
+
+    def whole(tensor: DTensor) -> torch.Tensor:
+        if id(tensor) not in gathered:
+            gathered[id(tensor)] = found = _gathered(tensor)
+            if any(tensor is one for one in changed):
+                gathered[id(tensor)] = found = found.clone() if found is tensor.to_local() else found
+                originals[id(found)] = tensor
+        return gathered[id(tensor)]
+
+    whole_args, whole_kwargs = pytree.tree_map_only(DTensor, whole, (args, kwargs))
+    found = op(*whole_args, **whole_kwargs)
+    for tensor in changed:
+        _write(tensor, whole(tensor))
+
+    def placed(one: torch.Tensor) -> DTensor:
+        like = next((tensor for tensor in divided if tensor.shape == one.shape), divided[0])
+        return originals[id(one)] if id(one) in originals else _divided(one, like)
+
+    return pytree.tree_map_only(torch.Tensor, placed, found)
+
+
+def _element_by_element(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Compute what depends on one element of each argument: by rows on GPUs, whole on CPUs, see `_BY_ROWS`."""
+    on_cpu = any(value.device.type == "cpu" for value in pytree.tree_leaves(args) if isinstance(value, DTensor))
+    return _whole(group, op, args, kwargs) if on_cpu else _by_torch(op, args, kwargs)
+
+
+def _power(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    is_exact = isinstance(args[1], int | float) and args[1] in _EXACT_EXPONENTS
+    return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)
+
+
+def _scaled_sum(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    types = {value.dtype.itemsize for value in pytree.tree_leaves(args) if isinstance(value, DTensor)}
+    is_exact = kwargs.get("alpha", 1) == 1 or min(types) > 2
+    return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)
+
+
+def _view(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """A view of the rows that are here, or of all rows, gathered, which cannot be written to. Collective then."""
+    viewed = args[0]
+    try:
+        found = _by_torch(op, args, kwargs)
+    except RuntimeError:  # as for all elements in one dimension, if ranks have different numbers of rows
+        if isinstance(viewed, DTensor):
+            found = _whole(group, op, (_replicated(viewed), *args[1:]), kwargs)
+        else:
+            raise
+    for tensor in pytree.tree_leaves(found):
+        if isinstance(viewed, GatheredCopy) or storage_of(tensor) != storage_of(viewed):
+            tensor.__class__ = GatheredCopy
+    return found
+
+
+def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Draw whole tensors, the same on every rank, which keeps its rows. Collective."""
+    like = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
+    generator = kwargs.get("generator")
+    by_default = torch.cuda.get_rng_state(like.device) if like.device.type == "cuda" else torch.get_rng_state()
+    group.check_equal(
+        "the state of the random numbers that are drawn for a divided parameter (the same ones on all ranks)",
+        checksum(by_default if generator is None else generator.get_state()),
+    )
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        is_overwritten = value is args[0] and op.overloadpacket in _READ_NO_VALUES
+        return value.to_local().new_empty(value.shape) if is_overwritten else _gathered(value)
+
+    whole_args, whole_kwargs = pytree.tree_map(whole, (args, kwargs))
+    found = op(*whole_args, **whole_kwargs)
+    if op._schema.is_mutable:
+        return _write(args[0], whole_args[0])
+    return pytree.tree_map(lambda one: _divided(one, like), found)
+
+
+def _copy(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Copy this rank's rows of a plain tensor. Collective."""
+    target, source = args[:2]
+    if isinstance(target, GatheredCopy):
+        refuse_write()
+    if not isinstance(target, DTensor):
+        return _by_torch(op, args, kwargs)
+    if isinstance(source, DTensor):
+        is_alike = source.shape == target.shape and source.placements == target.placements
+        return _by_torch(op, args, kwargs) if is_alike else _whole(group, op, args, kwargs)
+    group.check_equal("a tensor that is copied into a divided parameter", checksum(source))
+    return _write(target, source.expand(target.shape))
+
+
+def _fill(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    target, value = args
+    if isinstance(target, GatheredCopy):
+        refuse_write()
+    if isinstance(value, DTensor) or not isinstance(target, DTensor):
+        return _by_torch(op, args, kwargs)
+    target.to_local().fill_(value)
+    return target
+
+
+def _item(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """The number that all ranks together hold, where torch gives each its own part of a sum. Collective."""
+    return op(_gathered(args[0]), **kwargs)
+
+
+def _new_empty(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """A whole, plain tensor, as functions of `torch.nn.init` fill it and copy it into the parameter."""
+    return op(args[0].to_local(), *args[1:], **kwargs)
+
+
+def _not_known(_group: Group, op: Any, args: Any, kwargs: Any) -> NoReturn:
+    """Torch would draw other numbers on every number of ranks."""
+    raise NotImplementedError(f"Operator {op} does not have a sharding strategy for random numbers")
+
+
+def _by_another_routine(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+    """Singular values and eigenvalues: of tensors of a subclass, torch asks for vectors where nobody else does."""
+    if op is _ATEN._linalg_svd.default and (args[1:2] == (True,) or kwargs.get("full_matrices")):
+        return _whole(group, op, args, kwargs)  # nothing but torch.linalg.svd asks for this
+    raise UsageError(
+        "singular values or eigenvalues of a divided parameter, as by torch.linalg.svd(..., full_matrices=False), "
+        "svdvals, matrix_norm(..., 2), cond or eigh: torch would compute them by another routine than of whole "
+        "parameters, with other last digits than on one rank. Use torch.linalg.svd(parameter), compute it before "
+        "run.model(...) or from run.state_dict(model), or use ddp or zero"
+    )
+
+
+def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that ``op`` changes."""
+    found = []
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+
+
+def _write(target: DTensor, whole: torch.Tensor) -> DTensor:
+    """Copy this rank's part of ``whole`` into ``target``."""
+    if isinstance(target, GatheredCopy):
+        refuse_write()
+    target.to_local().copy_(_divided(whole, target).to_local())
+    return target
+
+
+def _replicated(tensor: DTensor) -> DTensor:
+    return DTensor.from_local(_gathered(tensor), tensor.device_mesh, [Replicate()], run_check=False)
+
+
+def _divided(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """``whole``, the same on every rank, divided as ``like`` if it has its shape, else replicated. Not collective."""
+    replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
+    return replicated.redistribute(placements=like.placements) if whole.shape == like.shape else replicated
+
+
+def _gathered(tensor: DTensor) -> torch.Tensor:
+    """All of ``tensor``, with the strides that it would have on one rank, on which bits of sums depend. Collective."""
+    with translating_peer_errors(_GATHERING):
+        whole = tensor.full_tensor()
+    if whole.stride() == tensor.stride():
+        return whole
+    is_repeated = [size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    sizes = [1 if again else size for size, again in zip(tensor.shape, is_repeated, strict=True)]
+    once = whole[tuple(slice(size) for size in sizes)]
+    placed = torch.empty_strided(sizes, tensor.stride(), dtype=whole.dtype, device=whole.device)
+    return placed.copy_(once).expand_as(whole)
+
+
+# Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations, or
+# to put each into another table, takes a process 8 MB that it shares with others until then.
+_OPERATIONS: Final = _operations()
+_handlers: Final[dict[Any, Any]] = dict.fromkeys(_OPERATIONS, _call)

@@ -1,0 +1,149 @@
+"""Which models can be divided by rows: what torch would refuse later, or compute in another way, is refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Final
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+
+from lockstep.errors import UsageError
+from lockstep.strategies.not_whole.divided_parameters import refuse_gradient_hook
+from lockstep.strategies.parts.gradient_accumulation import parameters_of, steps_across_elements
+
+SECOND_ORDER: Final = (
+    "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
+    "a gradient penalty, and after those, fully_shard has let go of the whole parameters, which the second backward "
+    "pass needs: use ddp or zero"
+)
+
+
+def refuse_second_order(module: nn.Module) -> None:
+    """Refuse gradients of what ``module`` gives that could be differentiated again, as they are computed.
+
+    What the second backward pass would read is freed by then, and has ended processes by SIGSEGV.
+    """
+
+    def check(_gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # as in a backward pass with create_graph=True only
+            raise UsageError(SECOND_ORDER)
+
+    def watch(_module: nn.Module, _args: object, output: object) -> None:
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(check)
+
+    module.register_forward_hook(watch)
+
+
+def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
+    """Check that each parameter has elements, in rows that lie one after another, but for those that are ``ignored``.
+
+    Raises:
+        UsageError: for one that has none.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter in ignored:
+            continue
+        if not parameter.dim():
+            raise UsageError(
+                f"the parameter {name} has no dimension, and {strategy} divides rows; make it of shape (1,), as with "
+                f"nn.Parameter(torch.ones(1)){_or_ignored(strategy)}, or use ddp"
+            )
+        if not parameter.numel() and parameter.requires_grad:
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} has no elements, and torch's fully_shard "
+                f"divides no gradient of none; freeze it{_or_ignored(strategy)}, or use ddp"
+            )
+        if not parameter.is_contiguous():
+            raise UsageError(
+                f"the parameter {name} of shape {tuple(parameter.shape)} has strides {parameter.stride()}, and "
+                f"{strategy} divides contiguous rows; leave out .to(memory_format=...){_or_ignored(strategy)}, or use "
+                "ddp"
+            )
+
+
+def _or_ignored(strategy: str) -> str:
+    """The option that leaves a parameter whole, which ``zero:stage=2`` has not."""
+    return "" if strategy.startswith("zero") else ", name its module in ignored_modules=..."
+
+
+def check_stateless(model: nn.Module, mixed: str) -> None:
+    """Check that no module has statistics of its own, which torch would compute in the lower type.
+
+    Raises:
+        UsageError: for one that has.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.running_mean is not None:
+            raise UsageError(
+                f"mixed={mixed} with {name or 'the model'}, a {type(module).__name__}: its statistics are fp32, and "
+                f"torch computes it in one type; use precision='{mixed}' without mixed={mixed}, or another "
+                "normalisation"
+            )
+
+
+def check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
+    """Check what torch would refuse in the first forward pass: parameters of several types in one block.
+
+    Raises:
+        UsageError: if there are several.
+    """
+    types: dict[torch.dtype, nn.Parameter] = {}
+    for parameter in block.parameters():
+        if parameter.requires_grad and parameter not in divided:
+            types.setdefault(parameter.dtype, parameter)
+    if len(types) > 1:
+        names = {p: name for name, p in model.named_parameters()}
+        raise UsageError(
+            f"{type(block).__name__} is gathered as one, and its parameters have several types: "
+            f"{', '.join(f'{names[p]} {dtype}' for dtype, p in types.items())}; "
+            "let wrap=... name a block of each type, or use one"
+        )
+
+
+def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> None:
+    """Check that no divided parameter has a hook for its gradient: `fully_shard` computes with other tensors.
+
+    Raises:
+        UsageError: for one that has.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter not in ignored and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            refuse_gradient_hook(f"the parameter {name}")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, ignored_modules: str) -> None:
+    """Check that ``optimizer`` can step tensors that are divided.
+
+    Raises:
+        UsageError: for a fused optimizer on CPUs, one that steps divided and whole
+            parameters at once, or one of torch's that looks at several elements of a divided parameter at once.
+    """
+    divided = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
+    known = steps_across_elements(optimizer)
+    if known and divided:
+        raise UsageError(
+            f"{known} looks at several elements of a parameter at once, and a rank holds some of its rows: what it "
+            "computes would depend on how many ranks there are. Use zero, under which a rank steps whole parameters, "
+            "or an optimizer that treats each element alike, such as AdamW"
+        )
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and device.type == "cpu":
+        raise UsageError(
+            f"{type(optimizer).__name__}(fused=True): torch's fused kernels on CPUs know no divided tensors; leave "
+            "fused=True out, or use ddp or zero"
+        )
+    for group in optimizer.param_groups:
+        kinds = {isinstance(p, DTensor) for p in group["params"]}
+        by_default = group.get("foreach", False) is None and device.type != "cpu"
+        if (group.get("foreach") or group.get("fused") or by_default) and len(kinds) > 1:
+            raise UsageError(
+                f"{type(optimizer).__name__} with foreach or fused steps parameters that are divided and those of "
+                f"ignored_modules={ignored_modules} at once, which torch cannot: give it a parameter "
+                "group for each, or foreach=False"
+            )

@@ -1,0 +1,162 @@
+"""The parameters of a block of `fully_shard`, where its modules hold them: divided, and gathered while it computes.
+
+what a script does                                         why it is refused
+net.head.weight = net.words.weight                         fully_shard would set its own parameter again
+torch.func.functional_call(net, others, (x,))              the same
+loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
+self.weight.data.clamp_(min=0), in forward()               the same; torch does not count what goes through ``.data``
+torch.autograd.grad(loss, net.parameters())                fully_shard frees what was gathered as its gradients come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Final, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lockstep.collectives import local_part
+from lockstep.errors import UsageError
+from lockstep.strategies.not_whole.partial_models import replaced_parameters
+
+_PLACEMENTS: Final = (Shard(0),)
+
+
+@dataclass(slots=True)
+class _Marks:
+    """Of what a block held before a forward pass, and after it."""
+
+    before: list[torch.Tensor]
+    after: list[torch.Tensor] = field(default_factory=list)
+
+
+def _mark(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The sum of the bits of ``tensor``, which no write of a forward pass leaves as it is but by chance."""
+    if tensor is None:
+        return torch.zeros((), dtype=torch.int64)
+    flat = local_part(tensor.detach()).contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 4 * 4
+    return flat[:whole].view(torch.int32).sum(dtype=torch.int64) + flat[whole:].sum(dtype=torch.int64)
+
+
+class HeldParameters:
+    """Checks the parameters of one block, without asking other ranks.
+
+    Args:
+        model: of which it is a part, or all.
+        block: after `fully_shard`.
+        own: its parameters, and of no block inside it, that are divided.
+        strategy: its name.
+    """
+
+    def __init__(self, model: nn.Module, block: nn.Module, own: Collection[nn.Parameter], strategy: str) -> None:
+        paths = {module: path for path, module in model.named_modules()}
+        wanted = set(own)
+        self._strategy: Final = strategy
+        self._places: Final = [
+            (module, attribute, f"{paths[module]}.{attribute}".lstrip("."), parameter)
+            for module in block.modules()
+            for attribute, parameter in module._parameters.items()
+            if parameter is not None and parameter in wanted
+        ]
+        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with its version, which counts changes
+        block.register_forward_pre_hook(self.check_held, prepend=True)
+        # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
+        self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
+        self.compares_marks = False  #: whether what is gathered is looked at around each forward pass
+        self.computes_gradients = False  #: whether a backward pass is the strategy's own
+        self._marks: list[_Marks] = []
+        block.register_forward_pre_hook(self._note_marks)
+        block.register_forward_hook(self._add_marks, prepend=True)  # before `fully_shard` frees what was gathered
+
+    def check_held(self, *_: object) -> None:
+        """Check that modules hold what was divided, or what was gathered of it.
+
+        Raises:
+            UsageError: if one of them holds something else.
+        """
+        for module, attribute, name, parameter in self._places:
+            value = module._parameters.get(attribute)
+            if value is not parameter and (
+                parameter not in self._gathered or value is not self._gathered[parameter][0]
+            ):
+                raise UsageError(f"{name}: {replaced_parameters(self._strategy)}")
+
+    def check_values(self) -> None:
+        """Check that the rows are those of all ranks together, and that nothing was written to what was gathered.
+
+        Raises:
+            UsageError: if an operation has made torch take a rank's rows for all, or has changed what is dropped.
+        """
+        for _, _, name, parameter in self._places:
+            if cast(DTensor, parameter).placements != _PLACEMENTS:
+                raise UsageError(
+                    f"the parameter {name} of shape {tuple(parameter.shape)} was changed in place by an operation that "
+                    "torch does not compute with rows; write parameter.copy_(value), change it before run.model(...), "
+                    "or use ddp or zero"
+                )
+        for _, _, name, parameter in self._places:
+            gathered, version = self._gathered.get(parameter, (None, 0))
+            if gathered is not None and gathered._version != version:
+                self._refuse_write(name, parameter)
+
+    def compare_marks(self) -> None:
+        """Check that no forward pass has written to what was gathered, as far as that was looked at.
+
+        Raises:
+            UsageError: if one has.
+        """
+        seen, self._marks = [marks for marks in self._marks if len(marks.after)], []
+        if not seen:
+            return
+        changed = torch.stack([torch.stack(marks.before) != torch.stack(marks.after) for marks in seen]).any(0)
+        for (_, _, name, parameter), is_changed in zip(self._places, changed.tolist(), strict=True):
+            if is_changed:
+                self._refuse_write(name, parameter)
+
+    def _refuse_write(self, name: str, parameter: nn.Parameter) -> NoReturn:
+        raise UsageError(
+            f"the parameter {name} of shape {tuple(parameter.shape)} was changed in the model's forward pass, or "
+            f"between it and the backward pass, while strategy {self._strategy} had gathered it, and what is "
+            "gathered is dropped: change parameters where run.step(loss) has returned True. A weight that forward() "
+            "limits or derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what "
+            "forward() moves by itself, such as a codebook, a buffer (register_buffer)"
+        )
+
+    def _note_marks(self, *_: object) -> None:
+        if self.compares_marks:
+            self._marks.append(_Marks(self._marks_now()))
+
+    def _add_marks(self, *_: object) -> None:
+        if self.compares_marks and self._marks and not self._marks[-1].after:
+            self._marks[-1].after = self._marks_now()
+
+    def _marks_now(self) -> list[torch.Tensor]:
+        """Of each parameter as its module has it: a number that differs if values have been written; on its device."""
+        return [_mark(module._parameters[attribute]) for module, attribute, *_ in self._places]
+
+    def _note_gathered(self, *_arguments: object) -> None:
+        for module, attribute, _, parameter in self._places:
+            value = module._parameters[attribute]
+            if value is not None and value is not parameter and not value.is_inference():
+                self._gathered[parameter] = value, value._version
+                if value.requires_grad:
+                    value.register_hook(self._require_own_backward)
+        if self._gathered:
+            self._first_forward.remove()
+
+    def _require_own_backward(self, _gradient: torch.Tensor) -> None:
+        """Refuse gradients that the script computes by itself: `fully_shard` would take the pass for the step's.
+
+        Raises:
+            UsageError: if the strategy has not begun this backward pass.
+        """
+        if not self.computes_gradients:
+            raise UsageError(
+                f"gradients by parameters were computed outside of run.step(...) and run.backward(...), as by "
+                f"torch.autograd.grad(loss, model.parameters()): strategy {self._strategy} frees the gathered "
+                "parameters in that pass, and a step could not go on with them. Use ddp or zero"
+            )

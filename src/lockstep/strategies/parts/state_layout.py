@@ -1,0 +1,376 @@
+"""Where the tensors of models and optimizers lie: on every rank, or each on its owner.
+
+                      parameters, buffers     gradients       states of optimizers
+replicated            every rank              every rank      every rank
+sharded optimizer     every rank              every rank      the owner of the parameter
+owner                 some ranks              some ranks      the same ranks; or some rows of it on each of them
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_shards, as_owned_shards, in_memory
+from lockstep.errors import UsageError
+from lockstep.strategies.parts.grad_norm import norm_of_rows, squared_norms, squared_row_norms
+from lockstep.strategies.parts.gradient_accumulation import parameters_of
+from lockstep.strategies.parts.row_shard import RowShard
+from lockstep.strategies.strategy import StateDict, StateLayout
+
+
+class ReplicatedLayout(StateLayout):
+    """Every rank holds everything."""
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of the gradients, all of which this rank holds."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return norm_of_rows(squared_norms(gradients), parameters[0].device)
+
+    def any(self, found: torch.Tensor) -> torch.Tensor:
+        """``found`` itself: it is the same on all ranks."""
+        return found
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """``model.state_dict()``: every tensor is whole here."""
+        return model.state_dict()
+
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
+        model.load_state_dict(state)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()``: every tensor is whole here."""
+        return optimizer.state_dict()
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the whole state."""
+        load_states(optimizer, state)
+
+
+class ShardedOptimizerLayout(StateLayout):
+    """Every rank holds models and gradients, and of optimizers' states those of the parameters that are its own.
+
+    Args:
+        group: all ranks.
+        owner_of: the rank that steps a parameter.
+        alone: whether `optimizer_state` gives only what lies on this rank, and asks no other one.
+    """
+
+    def __init__(self, group: Group, owner_of: Callable[[nn.Parameter], int], *, alone: bool = False) -> None:
+        self._whole: Final = ReplicatedLayout()
+        self._alone: Final = alone
+        self._states: Final = States(group, lambda parameter: (owner_of(parameter),))
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of the gradients, all of which this rank holds."""
+        return self._whole.norm(parameters)
+
+    def any(self, found: torch.Tensor) -> torch.Tensor:
+        """``found`` itself: it is the same on all ranks."""
+        return self._whole.any(found)
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """``model.state_dict()``: every tensor is whole here."""
+        return self._whole.model_state(model)
+
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the whole state."""
+        self._whole.load_model(model, state)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states of this rank's parameters as whole `TensorShard`, of others as absent ones. Collective."""
+        return self._states.own(optimizer) if self._alone else self._states.gather(optimizer)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of this rank's parameters."""
+        self._states.load(optimizer, state)
+
+
+class OwnerLayout(StateLayout):
+    """Each parameter and buffer lies on some ranks, such as those of its stage, and the state of its optimizer, too.
+
+    The first rank that holds a tensor is the one that writes it. The others may free its memory.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group: Final = group
+        self._models: Final[dict[nn.Module, dict[str, _TensorRanks]]] = {}  # of each model's tensors, by their names
+        self._locations: Final[dict[int, _TensorRanks]] = {}  # of parameters, by their ids
+        self._states: Final = States(group, self._ranks_of, self._rows_of)
+
+    def setup_model(
+        self,
+        model: nn.Module,
+        ranks_of: Callable[[str], Sequence[int]],
+        divided: Mapping[str, RowShard] | None = None,
+    ) -> None:
+        """Remember ``model``, of which every tensor has its shape here. Collective, with the same answers.
+
+        Args:
+            model: its parameters remain the same objects, whatever memory they give up.
+            ranks_of: which ranks will hold the tensor of this name in ``model.state_dict()``, at least one.
+            divided: parameters of which each of these ranks holds some rows, by name: those of this rank.
+        """
+        locations: dict[str, _TensorRanks] = {}
+        rows_of = divided or {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if isinstance(tensor, torch.Tensor):
+                rows = rows_of.get(name)
+                shape = tuple(tensor.shape) if rows is None else rows.shape
+                location = locations[name] = _TensorRanks(shape, tensor.dtype, tuple(ranks_of(name)), rows)
+                before = self._locations.get(id(tensor), location)  # has several names, if modules share it
+                self._locations[id(tensor)] = replace(
+                    location, ranks=tuple(dict.fromkeys(before.ranks + location.ranks))
+                )
+        self._models[model] = locations
+
+    def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+        """The 2-norm of all gradients, from the squares that the owners add up. Collective."""
+        locations = [self._locations[id(p)] for p in parameters]
+        kind = torch.float64 if any(location.squares == torch.float64 for location in locations) else torch.float32
+        written = [location.rows_written_by(self._group.rank) for location in locations]
+        own = [p.grad if len(rows) else None for p, rows in zip(parameters, written, strict=True)]
+        # Over the CPU, where the host knows it: it would have to wait for what a GPU has added up.
+        have = self._group.begin_sum([gradient is not None for gradient in own], "which parameters have gradients")
+        # Where others write, zeros: they change no bit.
+        lengths = [location.rows for location in locations]
+        flat = torch.zeros(sum(lengths), dtype=kind, device=self._group.device)
+        for gradient, rows, slot in zip(own, written, flat.split(lengths), strict=True):
+            if gradient is not None:
+                slot[rows.start : rows.stop].copy_(squared_row_norms(gradient))
+        slots = self._group.sum_tensor(flat, "the norm of the gradients").split(lengths)
+        found = zip(slots, locations, have(), strict=True)
+        return norm_of_rows([slot.to(location.squares) for slot, location, has in found if has], self._group.device)
+
+    def any(self, found: torch.Tensor) -> torch.Tensor:
+        """1.0 if ``found`` is not zero on some rank, else 0.0. Collective."""
+        return (self._group.sum_tensor(found, "whether all gradients are finite") != 0).to(found)
+
+    def model_state(self, model: nn.Module) -> StateDict:
+        """The tensors that this rank writes, and absent `TensorShard` for those that others write."""
+        local = model.state_dict()
+        divided = {n: model.get_parameter(n) for n, location in self._models[model].items() if location.divided}
+        state = OrderedDict(
+            (n, location.part_of(divided.get(n, local.get(n)), self._group))
+            for n, location in self._models[model].items()
+        )
+        return state | {name: value for name, value in local.items() if name not in state}
+
+    def load_model(self, model: nn.Module, state: StateDict) -> None:
+        """Load the tensors that lie on this rank.
+
+        Raises:
+            ValueError: if it is the state of another model.
+        """
+        local = {name: location.shape for name, location in self._models[model].items()}
+        flags = {name: tuple(value.shape) for name, value in state.items() if isinstance(value, torch.Tensor)}
+        odd = sorted(name for name in local.keys() | flags.keys() if local.get(name) != flags.get(name))
+        if odd:
+            more = f", and {len(odd) - 1} more do not fit" if len(odd) > 1 else ""
+            raise ValueError(f"{odd[0]} has the shape {flags.get(odd[0])} there and {local.get(odd[0])} here{more}")
+        away = set()
+        for name, location in self._models[model].items():
+            if location.divided is not None and self._group.rank in location.ranks:
+                with torch.no_grad():
+                    model.get_parameter(name).copy_(location.divided.own(state[name]))
+            if location.divided is not None or self._group.rank not in location.ranks:
+                away.add(name)
+        model.load_state_dict({name: value for name, value in state.items() if name not in away}, strict=False)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """The states that this rank writes as whole `TensorShard`, others as absent ones. Collective."""
+        return self._states.gather(optimizer)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load the states of the parameters that lie on this rank."""
+        self._states.load(optimizer, state)
+
+    def _ranks_of(self, parameter: nn.Parameter) -> Sequence[int]:
+        return self._locations[id(parameter)].ranks
+
+    def _rows_of(self, parameter: nn.Parameter) -> RowShard | None:
+        return self._locations[id(parameter)].divided
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorRanks:
+    """The ranks that hold a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: tuple[int, ...]  #: that hold it; the first one writes it
+    divided: RowShard | None = None  #: the rows on this rank, if each of them holds and writes some
+
+    def rows_written_by(self, rank: int) -> range:
+        """The rows of `squared_row_norms` that ``rank``, this one, knows and no other one writes."""
+        if self.divided is not None:
+            return self.divided.rows
+        return range(self.rows if self.ranks[0] == rank else 0)
+
+    @property
+    def rows(self) -> int:
+        """How many `squared_row_norms` it has."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def squares(self) -> torch.dtype:
+        """Of which type they are."""
+        return torch.promote_types(self.dtype.to_real(), torch.float32)
+
+    def part_of(self, tensor: torch.Tensor | None, group: Group) -> torch.Tensor | TensorShard:
+        """What this rank saves of it, if it holds ``tensor``, or rows of it."""
+        if self.divided is not None:
+            here = tensor is not None and len(self.divided.rows)
+            return self.divided.shards(tensor) if here else TensorShard.absent(self.shape, self.dtype)
+        if tensor is not None and len(self.ranks) == group.size:
+            return tensor
+        if tensor is not None and self.ranks[0] == group.rank:
+            return TensorShard.whole(tensor)
+        return TensorShard.absent(self.shape, self.dtype)
+
+
+class States:
+    """The states of optimizers, of which each rank holds those of the parameters that it steps.
+
+    Args:
+        group: all ranks.
+        ranks_of: which of them step a parameter, the same answer on all of them; the first one writes its state.
+        rows_of: this rank's rows of a parameter of which each of these ranks steps some; None: each steps all of it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        ranks_of: Callable[[nn.Parameter], Sequence[int]],
+        rows_of: Callable[[nn.Parameter], RowShard | None] = lambda _parameter: None,
+    ) -> None:
+        self._group: Final = group
+        self._ranks_of: Final = ranks_of
+        self._rows_of: Final = rows_of
+        self._last_description: Final[dict[torch.optim.Optimizer, str]] = {}  # of this rank's states, as last gathered
+        self._gathered_states: Final[dict[torch.optim.Optimizer, dict[int, Any]]] = {}  # of all ranks
+
+    def gather(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()`` as on a rank that steps all parameters; tensors as `TensorShard`. Collective.
+
+        What states there are and their plain values are exchanged where they have changed; otherwise this takes 1 ms.
+
+        Raises:
+            UsageError: if the optimizer has come to hold other plain values in its parameter groups on other ranks.
+        """
+        state = optimizer.state_dict()
+        own = self._written_here(optimizer, state)
+        absent = {index: as_absent_shards(values) for index, values in own.items()}
+        description = repr(absent)
+        if self._changed(
+            optimizer, state["param_groups"], changed=description != self._last_description.get(optimizer)
+        ):
+            everywhere = self._group.gather_objects(absent, "which states the optimizer has")
+            self._gathered_states[optimizer] = {
+                index: gathered for one in everywhere for index, gathered in one.items()
+            }
+            self._last_description[optimizer] = description
+        states = {index: self._gathered_states[optimizer][index] for index in sorted(self._gathered_states[optimizer])}
+        states |= own
+        states |= {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+        return state | {"state": states}
+
+    def own(self, optimizer: torch.optim.Optimizer) -> StateDict:
+        """``optimizer.state_dict()`` with no other states than those that this rank writes; asks no other rank."""
+        state = optimizer.state_dict()
+        others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
+        return state | {"state": self._written_here(optimizer, state) | others}
+
+    def _written_here(self, optimizer: torch.optim.Optimizer, state: StateDict) -> dict[int, Any]:
+        parameters = parameters_of(optimizer)
+        return {
+            index: self._own(parameters[index], values)
+            for index, values in state["state"].items()
+            if isinstance(index, int) and self._writes(parameters[index])
+        }
+
+    def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
+        """Load what `gather` gave, in which every tensor is whole; states that other ranks hold are left out."""
+        parameters = parameters_of(optimizer)
+        kept = {
+            key: values
+            for key, values in state["state"].items()
+            if not isinstance(key, int) or key >= len(parameters) or self._group.rank in self._ranks_of(parameters[key])
+        }
+
+        def part_of(value: Any, parameter: nn.Parameter) -> Any:
+            rows = self._rows_of(parameter)
+            return value if rows is None else rows.own(value)
+
+        load_states(optimizer, {**state, "state": kept}, part_of)
+
+    def _writes(self, parameter: nn.Parameter) -> bool:
+        """Whether this rank writes the states of ``parameter``, or of some of its rows."""
+        rows = self._rows_of(parameter)
+        return self._ranks_of(parameter)[0] == self._group.rank if rows is None else len(rows.rows) > 0
+
+    def _own(self, parameter: nn.Parameter, values: Any) -> Any:
+        """What this rank writes of ``values``, the states of ``parameter``."""
+        rows = self._rows_of(parameter)
+        return as_owned_shards(values) if rows is None else rows.shards(values)
+
+    def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
+        """Whether some rank has ``changed``; checks also that parameter groups are equal. Collective."""
+        plain = {
+            f"{name} of group {number}": repr(value)
+            for number, group in enumerate(groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+        gathered = self._group.gather_objects((changed, plain), "the optimizer's parameter groups")
+        first = gathered[0][1]
+        for rank, (_, other) in enumerate(gathered):
+            for name in first | other:
+                if first.get(name) != other.get(name):
+                    raise UsageError(
+                        f"the parameter groups of {type(optimizer).__name__} differ between ranks: {name} is "
+                        f"{first.get(name, 'missing'):.100} on rank 0 and {other.get(name, 'missing'):.100} on rank "
+                        f"{rank}. If the optimizer learns it from all parameters together, use --strategy ddp; else "
+                        "set it alike on all ranks. Ranks that serve others run no body of the loop: there it is set "
+                        "by run.scheduler(...), given LambdaLR or a subclass of torch.optim.lr_scheduler.LRScheduler"
+                    )
+        return any(one for one, _ in gathered)
+
+
+def load_states(
+    optimizer: torch.optim.Optimizer,
+    state: StateDict,
+    part_of: Callable[[Any, nn.Parameter], Any] = lambda value, _parameter: value,
+) -> None:
+    """``optimizer.load_state_dict(state)``, with no more in memory than what is loaded, and one tensor.
+
+    Args:
+        optimizer: its states of before are dropped first.
+        state: of the whole optimizer; tensors may be in a file.
+        part_of: what of a value is this rank's, for the parameter that it belongs to.
+    """
+    parameters = dict(enumerate(parameters_of(optimizer)))
+    if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+        optimizer.state.clear()  # it would be replaced; another one may copy into what is there
+    found = {}
+    for key, values in state["state"].items():
+        parameter = parameters.get(key)
+        if parameter is None or not isinstance(values, dict):
+            found[key] = in_memory(values)
+        else:
+            found[key] = {name: _read(name, part_of(v, parameter), parameter) for name, v in values.items()}
+    rest = {name: in_memory(value) for name, value in state.items() if name != "state"}
+    optimizer.load_state_dict({**rest, "state": found})
+
+
+def _read(name: str, value: Any, parameter: nn.Parameter) -> Any:
+    """``value`` in memory; on the device of its parameter where `torch.optim.Optimizer` would put it."""
+    if not isinstance(value, StoredTensor):
+        return in_memory(value)
+    return value.whole() if name == "step" else value.whole().to(parameter.device)

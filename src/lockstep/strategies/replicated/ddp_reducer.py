@@ -1,0 +1,153 @@
+"""Torch's DistributedDataParallel around one model: what is asked of it, most of which has no public name.
+
+    reduce(trained)            DDP puts a hook on each gradient, and divides the gradients into buckets
+    begin_step()               DDP may lay out its buckets again
+    inside_forward()           torch.compile cuts the model where buckets end
+    expect_backward(...)       from now on DDP gives each bucket that is ready to its communication hook
+    start_remaining_buckets()  also those for which no hook was called
+
+The model itself is called by the user, and DDP's own forward pass never is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.collectives import Group
+from lockstep.strategies.parts.gradient_accumulation import TreeGradientAccumulator
+from lockstep.strategies.parts.sparse_gradients import sparse_parameters
+
+# Torch 2.13 gave the argument a new name, and warns of the old one.
+_BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
+    next(
+        name
+        for name in ("forward_sync_buffers", "broadcast_buffers")
+        if name in inspect.signature(DistributedDataParallel).parameters
+    ): False
+}
+
+
+class ReducedByRun(DistributedDataParallel):
+    """Torch's own, told apart from one that a script has put around a model."""
+
+
+class DdpReducer:
+    """Divides the gradients of one model into buckets, and says when each of them is ready.
+
+    Args:
+        model: as the user calls it.
+        number: of the model.
+        group: all ranks.
+        hook: DDP's communication hook, which gets ``number`` and a bucket.
+        bucket_mb: MiB of gradients exchanged at once.
+        find_unused_parameters: as DDP's.
+        static_graph: as DDP's; unused parameters are then found once.
+        spans_gpus: whether the model lies on several GPUs of each rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        number: int,
+        group: Group,
+        hook: Callable[..., torch.futures.Future[torch.Tensor]],
+        bucket_mb: float,
+        *,
+        find_unused_parameters: bool,
+        static_graph: bool,
+        spans_gpus: bool,
+    ) -> None:
+        self.model: Final = model
+        self.find_unused_parameters: Final = find_unused_parameters and not static_graph
+        #: Those whose gradients DDP waits for.
+        self.trained: tuple[nn.Parameter, ...] = ()
+        self._number: Final = number
+        self._hook: Final = hook
+        self._bucket_mb: Final = bucket_mb
+        self._static_graph: Final = static_graph
+        on_one_gpu = group.device.type == "cuda" and not spans_gpus
+        self._device_ids: Final = [group.device] if on_one_gpu else None
+        # After the backward pass of a model, DDP exchanges which of its parameters were used. The order of models
+        # depends on the loss, of which a model may be no part on one rank: so each has a process group of its own.
+        # NCCL's process groups are for one GPU of each rank; gloo takes tensors on any of them.
+        self._process_group: Final = (
+            group.new_process_group(backend="gloo")
+            if spans_gpus
+            else group.new_process_group(backend=group.backend)
+            if self.find_unused_parameters
+            else group.process_group
+        )
+        self._ddp: ReducedByRun | None = None  # None where nothing learns
+        self._first_static_step = False  # whether the graph is static, and its first step is to come
+
+    @property
+    def is_active(self) -> bool:
+        """Whether some parameters of the model learn."""
+        return self._ddp is not None
+
+    def trainable(self) -> tuple[nn.Parameter, ...]:
+        """The parameters of the model that learn now and whose gradients are dense, in order."""
+        sparse = sparse_parameters(self.model)
+        return tuple(p for p in self.model.parameters() if p.requires_grad and p not in sparse)
+
+    def reduce(self, trained: Sequence[nn.Parameter], *, init_sync: bool) -> None:
+        """Wait for the gradients of ``trained`` from now on. With ``init_sync``, rank 0's values first. Collective."""
+        self.trained = tuple(trained)
+        # The old DDP removes its hooks from the parameters when it goes, which must be before the new one adds its own.
+        self._ddp = None
+        if not trained:
+            return
+        sparse = list(sparse_parameters(self.model).values())
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, sparse)
+        self._ddp = ReducedByRun(
+            self.model,
+            device_ids=self._device_ids,
+            **_BUFFERS_ARE_OURS,
+            init_sync=init_sync,
+            bucket_cap_mb=self._bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self.find_unused_parameters,
+            process_group=self._process_group,
+        )
+        self._ddp.register_comm_hook(self._number, self._hook)
+        self._first_static_step = self._static_graph
+
+    def begin_step(self) -> None:
+        """Before the first forward pass of a step: after the first step, DDP lays out its buckets again. Collective."""
+        if self._ddp is not None:
+            self._ddp.reducer._rebuild_buckets()
+
+    def inside_forward(self) -> AbstractContextManager[Any]:
+        """A context for a forward pass: what torch.compile compiles in it is cut where buckets end."""
+        return nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward()
+
+    def expect_backward(self, accumulator: TreeGradientAccumulator, loss: torch.Tensor) -> None:
+        """The backward pass of ``loss`` comes next, in which the gradients are summed over ranks."""
+        assert self._ddp is not None
+        if self._first_static_step:
+            # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it
+            # would wait for too many later.
+            self._ddp._set_static_graph()  # type: ignore[no-untyped-call]
+        if self.find_unused_parameters:
+            accumulator.fill_missing(self.trained)
+        # DDP's own forward pass would prepare for sums in each pass, and fail later where no backward pass follows, as
+        # when a GAN's generator is trained through its discriminator.
+        self._ddp.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
+
+    def start_remaining_buckets(self, *, has_begun: bool) -> None:
+        """After the backward pass: start the sums that other ranks may wait for, and this one has not started.
+
+        No parameter had a part in this rank's loss, so that DDP was never called; or it is the first step of a static
+        graph, in which DDP only counts. ``has_begun`` says whether the sum of some bucket was started.
+        """
+        unseen = self.find_unused_parameters and not has_begun
+        if self._ddp is not None and (self._first_static_step or unseen):
+            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+        self._first_static_step = False

@@ -1,0 +1,156 @@
+"""One process that divides each micro-batch among all local GPUs: torch's DataParallel.
+
+                 ┌── rows 0..7 ──►  model on GPU 0  ──┐
+    batch of 16 ─┤                                    ├─► outputs of 16, on GPU 0 ──► loss
+                 └── rows 8..15 ─►  copy on GPU 1   ──┘
+
+The gradient is that of the whole micro-batch. Copies are made in each forward pass, and their buffers are forgotten:
+what is kept is what the first device has seen, such as the running statistics of its rows alone. To rehearse without
+GPUs, CPU threads do the same; which of them draws a random number first is left to chance.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import data_parallel
+
+from lockstep.errors import SettingError, UsageError
+from lockstep.strategies.replicated.single_process import SingleProcess
+from lockstep.strategies.strategy import Strategy, StrategyContext
+from lockstep.strategy_kinds import DpOptions
+
+
+def open_strategy(context: StrategyContext, options: DpOptions) -> Strategy:
+    """The strategy ``dp``.
+
+    Raises:
+        SettingError: if there are several ranks, or no or too few GPUs, and this is no rehearsal.
+    """
+    ranks, gpus = context.group.size, torch.cuda.device_count()
+    if ranks > 1:
+        raise SettingError(
+            f"strategy dp is one process for all GPUs, and there are {ranks} ranks; use ddp, or start one rank, which "
+            "uses them all: --nproc-per-node 1"
+        )
+    if context.group.device.type == "cuda":
+        if options.devices > gpus:
+            raise SettingError(
+                f"strategy dp: devices={options.devices}, and there are {gpus} GPUs; give at most {gpus}"
+            )
+        first = context.group.device.index or 0
+        others = [gpu for gpu in range(gpus) if gpu != first]
+        devices = [first, *others][: options.devices or gpus]
+        return SingleProcess(
+            context.group,
+            context.runs,
+            exact=context.exact,
+            prepare=lambda model: _call_instead(model, GpuDataParallel(model, devices)),
+            repeats_bits=False,
+        )
+    if not context.rehearse:
+        raise SettingError(
+            "strategy dp divides batches among GPUs, and there is none here; use ddp, or let CPU threads stand in for "
+            "them with --rehearse, which is Run(rehearse=True)"
+        )
+    return SingleProcess(
+        context.group,
+        context.runs,
+        exact=context.exact,
+        prepare=lambda model: _call_instead(model, CpuDataParallel(model, options.devices or 2)),
+        repeats_bits=False,
+    )
+
+
+def _call_instead(model: nn.Module, call: Callable[..., Any]) -> None:
+    """``model(...)`` is ``call(...)`` from now on; its copies are called as they are.
+
+    Torch keeps here what `nn.Module.compile` makes, for calls alone: no copy and no file has it.
+    """
+    model._compiled_call_impl = call
+    model.compile = _refuse_compile  # type: ignore[method-assign]
+
+
+def _refuse_compile(*args: object, **kwargs: object) -> NoReturn:
+    raise SettingError("strategy dp: a compiled model would not be divided among devices; use ddp, or compile=False")
+
+
+class GpuDataParallel:
+    """``module``, computed on so many GPUs, each for some rows of its inputs."""
+
+    def __init__(self, module: nn.Module, devices: Sequence[int]) -> None:
+        self._module: Final = module
+        self._devices: Final = devices
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """As torch's DataParallel does it."""
+        # A copy that shares all tensors, and that is called as it is.
+        twin = copy.copy(self._module)
+        return data_parallel(twin, inputs, self._devices, module_kwargs=more or None)
+
+
+class CpuDataParallel:
+    """``module``, computed in so many threads, each for some rows of its inputs."""
+
+    def __init__(self, module: nn.Module, threads: int) -> None:
+        self._module: Final = module
+        self._threads: Final = threads
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
+        parts = _divided((inputs, more), self._threads)
+        if len(parts) < 2:
+            return self._module._call_impl(*inputs, **more)
+        # Copies share the parameters, so all gradients arrive at the same ones; all else is their own.
+        shared = {id(parameter): parameter for parameter in self._module.parameters()}
+        modules = [self._module._call_impl, *(copy.deepcopy(self._module, dict(shared)) for _ in parts[1:])]
+        # Modes of the thread that calls are not those of a new one.
+        gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
+        formats = torch.is_autocast_enabled("cpu")
+
+        def compute(module: Callable[..., Any], part: Any) -> Any:
+            with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=dtype, enabled=formats):
+                return module(*part[0], **part[1])
+
+        with ThreadPoolExecutor(len(parts), thread_name_prefix="lockstep-dp") as pool:
+            return _joined(list(pool.map(compute, modules, parts)))
+
+
+def _divided(value: Any, into: int) -> list[Any]:
+    """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return list(value.chunk(into))
+    if isinstance(value, Mapping):
+        return [dict(zip(value, row, strict=True)) for row in _rows(list(value.values()), into)]
+    if isinstance(value, list | tuple):
+        return [_like(value, row) for row in _rows(value, into)]
+    return [value] * into
+
+
+def _rows(values: Sequence[Any], into: int) -> list[tuple[Any, ...]]:
+    """As many as the tensor with the fewest has; ``into``, where there is none."""
+    return list(zip(*(_divided(v, into) for v in values), strict=False)) if values else [()] * into
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
+    if isinstance(first, Mapping):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    if isinstance(first, list | tuple):
+        return _like(first, [_joined(each) for each in zip(*parts, strict=True)])
+    raise UsageError(
+        f"strategy dp: the model returns a {type(first).__name__}, and outputs of several devices can be joined only "
+        "if they are tensors, or lists, tuples and dicts of tensors: return these"
+    )
+
+
+def _like(value: Any, items: Sequence[Any]) -> Any:
+    """``items`` in a list or tuple of the type of ``value``."""
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

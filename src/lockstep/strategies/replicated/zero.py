@@ -1,0 +1,121 @@
+"""Replicas that divide the optimizer's work and memory: each rank steps its own parameters and broadcasts them.
+
+backward, reduction          as with ddp: .grad is the same on all ranks
+the optimizer's step         rank 0: A B      rank 1: C       rank 2: D E       each its own parameters
+then                         A B C D E        A B C D E       A B C D E         which all ranks receive
+
+It is the first of the three stages of ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With AdamW in
+fp32 a parameter takes 4 bytes for itself, 4 for its gradient and 8/W of W ranks' memory for the state of the optimizer,
+where ddp takes 16. The second stage divides gradients as well: `fully_sharded`, with blocks that stay gathered until
+the last backward pass of a step, 4 + 12/W bytes a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from torch import nn
+
+from lockstep.batch import MicroBatchPosition
+from lockstep.collectives import Group, OwnerBroadcast, open_owner_broadcast
+from lockstep.size_balancing import owners_of
+from lockstep.strategies.delegation import DelegatingStrategy
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet
+from lockstep.strategies.parts.state_layout import ShardedOptimizerLayout
+from lockstep.strategies.replicated.ddp import Ddp
+from lockstep.strategies.replicated.single_process import SingleProcess
+from lockstep.strategies.sharded import fully_sharded
+from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext, UpdateShare
+from lockstep.strategy_kinds import FsdpOptions, ZeroOptions
+
+
+def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
+    """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
+    if options.stage == 2:
+        return fully_sharded.open_strategy(context, FsdpOptions(reshard="step"), "zero:stage=2")
+    if context.group.size == 1:
+        return SingleProcess(context.group, context.runs, exact=context.exact)
+    replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)
+    return Zero(context.group, replicas, open_owner_broadcast(context.group))
+
+
+class Zero(DelegatingStrategy):
+    """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
+
+    The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
+    it. So its groups, hooks and schedulers are what they are on one rank, and so is the state that is saved. An
+    optimizer that makes its states when it is made, such as Adagrad, keeps those of other ranks' parameters, too.
+    """
+
+    can_update_trainable = True
+    repeats_step = False  # an optimizer's closure would see the parameters that this rank steps, and no others
+    update_share = UpdateShare(has_gradients=True)
+    check_optimizer = Strategy.check_optimizer  # by this strategy's own part of the state
+
+    def __init__(self, group: Group, replicas: Ddp, owner_broadcast: OwnerBroadcast) -> None:
+        self.assignment = ReplicaAssignment(group.rank, group.size)
+        self.state_layout = ShardedOptimizerLayout(group, self._owner_of)
+        self.state_part = StatePart(group.rank, group.size, ShardedOptimizerLayout(group, self._owner_of, alone=True))
+        self._rank: Final = group.rank
+        self._replicas: Final = replicas
+        self._owner_broadcast: Final = owner_broadcast
+        self._owners: Final[dict[int, int]] = {}  # of parameters, by their ids
+        self._loads: list[int] = [0] * group.size  # bytes of parameters that each rank owns
+        self._stepped: list[ParameterSet] = []  # in this step
+
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """As ``ddp`` does, and from now on each parameter has an owner. Collective."""
+        prepared = self._replicas.setup_model(
+            model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+        )
+        # What is frozen has an owner, too, to whom its state belongs if it learns later, also after a resume.
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._share_out([p for p in model.parameters() if p.requires_grad])
+        loads, self._loads = self._loads, [0] * len(self._loads)
+        self._share_out(frozen)
+        self._loads = loads
+        return prepared
+
+    def update_trainable(self, target: ParameterSet) -> None:
+        """Train the parameters of ``target``; new ones get an owner, frozen ones keep theirs. Collective."""
+        self._replicas.update_trainable(target)
+        self._share_out(target.parameters)
+
+    def _share_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        new = [p for p in parameters if id(p) not in self._owners]
+        owners, self._loads = owners_of([p.numel() * p.element_size() for p in new], self._loads)
+        self._owners.update(zip(map(id, new), owners, strict=True))
+
+    def delegate(self) -> Strategy:
+        """The strategy that keeps the replicas in step."""
+        return self._replicas
+
+    def before_optimizer_step(self, target: ParameterSet) -> None:
+        """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
+        for parameter in target.parameters:
+            if self._owner_of(parameter) != self._rank:
+                parameter.grad = None
+        self._stepped.append(target)
+
+    def end_micro_batch(self, position: MicroBatchPosition) -> None:
+        """After the last one, send the parameters that this rank has stepped to all others, and receive theirs."""
+        if position.last:
+            parameters = [p for target in self._stepped for p in target.parameters]
+            self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
+            self._stepped.clear()
+        self._replicas.end_micro_batch(position)
+
+    def discard_step(self) -> None:
+        """Drop gradients, and restore buffers."""
+        self._stepped.clear()
+        self._replicas.discard_step()
+
+    def close(self) -> None:
+        """Close what gradients are summed with and parameters sent with."""
+        self._replicas.close()
+        self._owner_broadcast.close()
+
+    def _owner_of(self, parameter: nn.Parameter) -> int:
+        # One that is in no model, or frozen, has no gradient that ranks share: it is as on one rank.
+        return self._owners.get(id(parameter), 0)

@@ -1,0 +1,101 @@
+"""A search as text, for terminals and logs: what ``lockstep tune --show RUN`` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from lockstep.formatting import duration, harmless, plural
+from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.record.trial import Trial
+from lockstep.tune.results.result import SearchResult
+
+_STATES = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
+_FAILURES = 8
+_FRONT = 20
+
+
+def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
+    """Counts, the best trial, the ``top`` trials of each island, reasons of failures; lines have at most ``width``."""
+    result = SearchResult(record)
+    lines = [counts_of(record)]
+    if best := result.top(1):
+        lines += ["", f"best: trial {best[0].number}, {_losses(best[0])}{_where(best[0])}"]
+        name_width = max((len(name) for name in best[0].params), default=0)
+        lines += [f"  {name:<{name_width}}  {_value(value)}" for name, value in best[0].params.items()]
+    if any(len(trial.losses) > 1 for trial in record.trials):
+        front = result.pareto_front
+        lines += ["", f"Pareto front: {plural(len(front), 'trial')}", *_table(front[:_FRONT])]
+        lines += [f"  ... and {len(front) - _FRONT} more"] if len(front) > _FRONT else []
+    for island, trials in result.top_by_island(top).items():
+        if trials:
+            bred = sum(trial.island == island for trial in record.trials)
+            lines += ["", f"island {island}: the best of {plural(bred, 'trial')}", *_table(trials)]
+    if failures := result.failures:
+        lines += ["", "failed:"]
+        for failure in failures[:_FAILURES]:
+            some = ", ".join(map(str, failure.numbers[:5])) + (", ..." if len(failure.numbers) > 5 else "")
+            noun = "trial" if len(failure.numbers) == 1 else f"{len(failure.numbers)} trials:"
+            lines.append(f"  {failure.reason or 'no reason known'} ({noun} {some})")
+        if len(failures) > _FAILURES:
+            lines.append(f"  ... and {plural(len(failures) - _FAILURES, 'other reason')}")
+    shown = map(harmless, lines)  # reasons and values are whatever a script, or who writes its journal, says
+    return "\n".join(line if len(line) <= width else f"{line[: width - 3]}..." for line in shown)
+
+
+def counts_of(record: SearchRecord) -> str:
+    """One line: the number of trials in each state, wall time, and the time of all ranks."""
+    result = SearchResult(record)
+    told = ", ".join(f"{number} {_STATES[state]}" for state, number in result.counts.items() if number)
+    planned = record.settings.get("trials")
+    total = f"{len(record.trials)} of {planned}" if isinstance(planned, int) else str(len(record.trials))
+    words = [f"{total} trials: {told}" if told else f"{total} trials"]
+    if record.trials:
+        words += [duration(elapsed_s(record)), f"{duration(result.rank_hours * 3600)} of ranks"]
+    return " | ".join(words)
+
+
+def elapsed_s(record: SearchRecord) -> float:
+    """Seconds from the first trial's begin to the newest record of a trial, pauses between resumes included."""
+    last = [trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.trials]
+    began = min((trial.began_at_s for trial in record.trials), default=0.0)
+    return max(max(last, default=0.0) - began, 0.0)
+
+
+def _table(trials: Sequence[Trial]) -> list[str]:
+    rows = [("trial", "loss", "state", "parameters")]
+    rows += [(str(one.number), _numbers(one.losses), _STATES[one.state], parameters(one)) for one in trials]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        f"  {number:>{widths[0]}}  {losses:<{widths[1]}}  {state:<{widths[2]}}  {params}".rstrip()
+        for number, losses, state, params in rows
+    ]
+
+
+def parameters(trial: Trial) -> str:
+    """Such as ``lr=0.0123 layers=4``; nothing in it acts on a terminal."""
+    return harmless(" ".join(f"{name}={_value(value)}" for name, value in trial.params.items()))
+
+
+def _losses(trial: Trial) -> str:
+    noun = "loss" if len(trial.losses) == 1 else "losses"
+    return f"{noun} {_numbers(trial.losses)}{_violation(trial.violation)}"
+
+
+def _violation(by: float) -> str:
+    if math.isinf(by):
+        return ", stopped before it was known whether it violates the constraints"
+    return f", violates the constraints by {_value(by)}" if by else ""
+
+
+def _where(trial: Trial) -> str:
+    stopped = f", stopped early after {plural(len(trial.reports), 'report')}" if trial.state == "stopped" else ""
+    return f", island {trial.island}{stopped}"
+
+
+def _numbers(losses: Sequence[float]) -> str:
+    return ", ".join(map(_value, losses))
+
+
+def _value(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)

@@ -1,0 +1,133 @@
+"""The view of a search for a terminal.
+
+searching  37/200 trials  ━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  2 m 05 s
+30 done | 3 stopped early | 4 running | best 0.0123 (trial 31)
+
+island   trials   done   stopped   failed      best   by trial
+     0       19     15         3        1    0.0123         31
+
+worker   island   trial   reports     loss       for   parameters
+     0        0      35         4    0.231   1 m 02 s   lr=0.01 layers=3
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TextIO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.formatting import duration, plural
+from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.record.trial import Trial
+from lockstep.tune.results.result import SearchResult
+from lockstep.tune.results.summary import elapsed_s, parameters
+
+_ISLANDS, _WORKERS = 12, 16
+
+
+class LiveSearchView:
+    """Tables at the bottom of a terminal; whatever else is printed goes above them.
+
+    Drawn by the caller's thread, when it calls.
+
+    Args:
+        stream: the terminal.
+        env: the environment, for the terminal's capabilities and the user's choice of colours.
+        wall_clock: seconds since 1970, by which running trials have begun.
+    """
+
+    def __init__(self, stream: TextIO, env: Mapping[str, str], wall_clock: Callable[[], float]) -> None:
+        self._wall_clock = wall_clock
+        self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,  # no thread of its own, which would keep drawing while the search hangs
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+
+    def show(self, record: SearchRecord) -> None:
+        """Draw the tables for ``record``."""
+        if not self._live.is_started:
+            self._live.start()
+            # Live hides the cursor, and a process that is killed could not give it back.
+            self._console.show_cursor(True)
+        self._live.update(picture(record, self._wall_clock()), refresh=True)
+
+    def line(self, text: str) -> None:
+        """Print above the tables; colours in ``text`` stay."""
+        self._console.print(Text.from_ansi(text.rstrip("\r\n")), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the tables where they are."""
+        self._live.stop()
+
+
+def picture(record: SearchRecord, now_s: float) -> RenderableType:
+    """What the terminal shows of a search, at ``now_s`` seconds since 1970."""
+    result = SearchResult(record)
+    counts = result.counts
+    ended = len(record.trials) - counts["running"]
+    planned = record.settings.get("trials")
+    total = planned if isinstance(planned, int) else None
+    first = Table.grid(expand=True, padding=(0, 2))
+    for ratio in (None, None, 1, None):
+        first.add_column(ratio=ratio, no_wrap=True)
+    words = f"{ended}/{total} trials" if total else plural(ended, "trial")
+    bar = ProgressBar(total=total, completed=ended, pulse=total is None)
+    elapsed = max(elapsed_s(record), now_s - min((one.began_at_s for one in record.trials), default=now_s))
+    lasted = elapsed if counts["running"] else elapsed_s(record)
+    first.add_row(Text("searching" if counts["running"] else "search", style="bold"), words, bar, duration(lasted))
+    told = [f"{counts['done']} done", f"{counts['stopped']} stopped early", f"{counts['running']} running"]
+    told += [f"{counts['failed']} failed"] if counts["failed"] else []
+    told += [f"best {best.loss:.6g} (trial {best.number})" for best in result.top(1)]
+    second = Text(" | ".join(told), style="dim", no_wrap=True, overflow="ellipsis")
+    return Group(first, second, Text(""), _islands(result), Text(""), _workers(record, now_s))
+
+
+def _islands(result: SearchResult) -> Table:
+    table = _table(False, "island", "trials", "done", "stopped", "failed", "best", "by trial")
+    tops = result.top_by_island(1)
+    for island, best in list(tops.items())[:_ISLANDS]:
+        bred = [trial for trial in result.trials if trial.island == island]
+        states = [str(sum(trial.state == state for trial in bred)) for state in ("done", "stopped", "failed")]
+        loss = (f"{best[0].loss:.6g}", str(best[0].number)) if best else ("-", "-")
+        table.add_row(str(island), str(len(bred)), *states, *loss)
+    if len(tops) > _ISLANDS:
+        table.caption = f"... and {plural(len(tops) - _ISLANDS, 'island')} more"
+    return table
+
+
+def _workers(record: SearchRecord, now_s: float) -> Table:
+    table = _table(True, "worker", "island", "ranks", "trial", "reports", "loss", "for")
+    table.add_column("parameters", ratio=1, no_wrap=True, overflow="ellipsis")
+    newest: dict[int, Trial] = {}
+    for trial in record.trials:
+        known = newest.get(trial.worker)
+        if known is None or (trial.state == "running", trial.number) > (known.state == "running", known.number):
+            newest[trial.worker] = trial
+    for worker, trial in sorted(newest.items())[:_WORKERS]:
+        place = (str(worker), str(trial.island), str(trial.ranks))
+        if trial.state == "running":
+            loss = f"{trial.reports[-1].loss:.6g}" if trial.reports else "-"
+            lasts = duration(now_s - trial.began_at_s)
+            table.add_row(*place, str(trial.number), str(len(trial.reports)), loss, lasts, Text(parameters(trial)))
+        else:
+            table.add_row(*place, "-", "-", "-", "-", "", style="dim")
+    if len(newest) > _WORKERS:
+        table.caption = f"... and {plural(len(newest) - _WORKERS, 'worker')} more"
+    return table
+
+
+def _table(expand: bool, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, expand=expand)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table

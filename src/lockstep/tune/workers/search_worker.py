@@ -1,0 +1,342 @@
+"""The part of a search that the leader of one worker does: it chooses the next trial and records what happens to it.
+
+    journal of all workers ─► Breeding ─► TrialOrder ─► (the ranks evaluate) ─► Outcome ─► own journal
+
+No worker waits for another: it breeds from the records that it has read so far. After a kill, its journal and the
+claims say which trials it had begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Self
+
+from lockstep.checkpoint import list_checkpoints
+from lockstep.trial_contract import CHECKPOINTS
+from lockstep.tune.record.journal import JournalReader, JournalWriter
+from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
+from lockstep.tune.record.search_directory import SearchDirectory
+from lockstep.tune.record.trial_history import TrialHistory
+from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.worker_death import Death
+from lockstep.tune.results.pareto_front import pareto_front
+from lockstep.tune.results.result import rank_of
+from lockstep.tune.search import Move, Point, Space
+from lockstep.tune.search_settings import SearchSettings
+from lockstep.tune.stopping import make_stopping
+from lockstep.tune.workers.breeding import Breeding
+from lockstep.tune.workers.outcome import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class TrialOrder:
+    """A trial to evaluate now."""
+
+    number: int
+    attempt: int
+    point: Point
+    inherits: int | None
+
+    def to_json(self) -> str:
+        """As a string, for the other ranks of the worker."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What `to_json` gave."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "point": tuple(fields["point"])})
+
+
+class SearchWorker:
+    """Chooses trials for one worker and writes its journal; on the leader of the worker.
+
+    Args:
+        directory: of the search.
+        worker: number of the worker.
+        ranks: number of ranks of the worker.
+        space: what is searched.
+        settings: of the search.
+        workers: number of workers of the search, without those that join later.
+        death: how the worker's last generation died; None: this is the first one, or the last one was stopped.
+        limit_at_s: the time limit of the search, after which no trial begins, in seconds since 1970.
+        leave_at_s: likewise of this worker alone, whose job ends.
+        now: seconds since 1970.
+
+    Raises:
+        SettingError: if another process writes this worker's journal, or the file system has no locks.
+    """
+
+    def __init__(
+        self,
+        directory: SearchDirectory,
+        worker: int,
+        *,
+        ranks: int,
+        space: Space,
+        settings: SearchSettings,
+        workers: int,
+        death: Death | None,
+        limit_at_s: float,
+        leave_at_s: float,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._directory, self._ranks = directory, ranks
+        self._worker, self._workers = worker, workers
+        self._space, self._settings, self._death = space, settings, death
+        self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
+        self._stopping = make_stopping(settings.stopping)
+        self._breeding = self._new_breeding()
+        with contextlib.ExitStack() as stack:
+            self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
+            self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
+            self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
+            self._open: Final = stack.pop_all()
+        self._history: Final = TrialHistory()
+        self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
+        self._learnt: list[int] = []  # those that it has been given, in their order
+        self._moves: list[Move] = []  # that it has been given
+        self._learn()
+        self._unfinished = self._claimed_before(worker)
+        self._began_s = 0.0  # when the current attempt began
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all trials of the search have ended; after its time limit, all that had begun."""
+        trials = self._settings.trials
+        if self._now() >= self._limit_at_s:
+            trials = min(trials, len(self._claims.owners()))
+        self._learn()
+        return self._history.ended >= trials
+
+    def next(self) -> TrialOrder | None:
+        """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
+        while self._unfinished:
+            if (order := self._go_on_with(self._unfinished.pop(0))) is not None:
+                return order
+        if self._now() >= min(self._limit_at_s, self._leave_at_s):
+            return None
+        while (number := self._claims.claim(self._worker, self._settings.trials)) is not None:
+            # A power failure may have cost claims of trials that are in the journal.
+            self._learn()
+            trial = self._history.trial(number)
+            if trial is not None and trial.worker != self._worker and not self._directory.is_gone(trial.worker):
+                self._claims.take_over(number, self._worker, trial.worker)  # who goes on with it, or has ended it
+                continue
+            if (order := self._go_on_with(number)) is not None:
+                return order
+        self._learn()
+        while (orphan := self._take_over()) is not None:
+            if (order := self._go_on_with(orphan)) is not None:
+                return order
+        return None
+
+    def report(self, order: TrialOrder, loss: float, step: int) -> str:
+        """Record that the trial of ``order`` has reported ``loss``; returns the reason to stop it, or ``""``."""
+        self._writer.append(LossReported(order.number, order.attempt, step, loss, self._now()))
+        self._learn()
+        trial = self._history.trial(order.number)
+        assert trial is not None, "it has begun"
+        others = [other for other in self._history.trials() if other.number != order.number]
+        return self._stopping.stops(trial, others)
+
+    def end(self, order: TrialOrder, outcome: Outcome) -> None:
+        """Record how the attempt of ``order`` ended; an end of the trial is kept as `JournalWriter.append` says."""
+        at_s = self._now()
+        run_s = at_s - self._began_s
+        if outcome.state == "interrupted" or outcome.state == "lost":
+            self._writer.append(AttemptCut(order.number, order.attempt, at_s, run_s, outcome.reason))
+            return
+        losses, converged = outcome.losses, False
+        if outcome.state == "stopped":
+            losses, converged = self._stopped(order)
+        self._writer.append(
+            TrialEnded(
+                order.number,
+                order.attempt,
+                outcome.state,
+                at_s,
+                run_s,
+                losses=losses,
+                violation=outcome.violation,
+                reason=outcome.reason,
+                converged=converged,
+            )
+        )
+        self._learn()
+        for move in self._breeding.plan_moves(order.number):
+            self._writer.append(_planned(move, at_s))
+        self._remove_checkpoints(order.number)
+
+    def params(self, order: TrialOrder) -> Mapping[str, object]:
+        """The parameters with which the objective is called."""
+        return self._space.params(order.point)
+
+    def close(self) -> None:
+        """Flush the journal to the disk and let other processes write it."""
+        self._open.close()
+
+    def _stopped(self, order: TrialOrder) -> tuple[tuple[float, ...], bool]:
+        """The losses of a stopped trial, as far as they compare, and whether it had come to its own end."""
+        self._learn()
+        trial = self._history.trial(order.number)
+        if trial is None or not trial.reports or self._settings.objectives > 1:
+            return (), False
+        loss = trial.reports[-1].loss
+        # Nobody to compare with, and stopped all the same.
+        return ((loss,) if math.isfinite(loss) else ()), bool(self._stopping.stops(trial, ()))
+
+    def _learn(self) -> None:
+        """Read the new records of all workers and give them to breeding."""
+        moves: list[Move] = []
+        had_violations = self._history.has_violations
+        for entry in self._reader.read():
+            if not self._history.add(entry):
+                continue
+            if isinstance(entry.record, TrialEnded):
+                self._unlearnt.append(entry.record.number)
+            elif isinstance(entry.record, MovePlanned):
+                moves.append(_move(entry.record))
+        ended = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
+        self._unlearnt = [number for number in self._unlearnt if self._history.trial(number) is None]
+        self._learnt += [trial.number for trial in ended]
+        self._moves += moves
+        if self._history.has_violations and not had_violations:
+            # Stopped trials are not those any more that were learnt: it is unknown whether they violate constraints,
+            # and there are some. Breed from what is known now, as a worker does that begins again.
+            self._breeding = self._new_breeding()
+            ended = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
+            moves = self._moves
+        if ended or moves:
+            self._breeding.learn(ended, moves)
+
+    def _new_breeding(self) -> Breeding:
+        """Breeding that has learnt of no trial."""
+        settings = self._settings
+        return Breeding(
+            self._space,
+            settings.islands,
+            settings.algorithm,
+            objectives=settings.objectives,
+            seed=settings.seed,
+            worker=self._worker,
+            workers=self._workers,
+        )
+
+    def _begin(self, number: int) -> TrialOrder:
+        self._learn()
+        # Of a beginning with other parameters, which no journal knows any more: its checkpoints are not this trial's.
+        shutil.rmtree(self._directory.trial(number), ignore_errors=True)
+        proposal = self._breeding.propose(number)
+        inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
+        order = TrialOrder(number, 1, proposal.point, inherits)
+        self._began_s = self._now()
+        self._writer.append(
+            TrialBegan(
+                number,
+                1,
+                self._ranks,
+                self._began_s,
+                params=self._space.params(proposal.point),
+                point=proposal.point,
+                island=self._breeding.island,
+                parents=proposal.parents,
+                operator=proposal.operator,
+                inherits=inherits,
+            )
+        )
+        return order
+
+    def _go_on_with(self, number: int) -> TrialOrder | None:
+        """Another attempt at the trial ``number``, which this worker has claimed; None if it has ended, or does now."""
+        if self._history.has_ended(number):
+            return None
+        trial = self._history.trial(number)
+        if trial is None:
+            return self._begin(number)
+        order = TrialOrder(number, trial.attempts, trial.point, trial.inherits)
+        death, self._death = self._death, None
+        if death is not None and trial.worker == self._worker:
+            self._began_s = self._history.began_at_s(number)
+            deaths = [cut for cut in self._history.cuts(number) if cut.reason]
+            if death.is_of_objective or len(deaths) >= self._settings.retries:
+                self.end(order, Outcome("failed", reason=death.reason))
+                return None
+            self.end(order, Outcome("interrupted", reason=death.reason))
+        self._began_s = self._now()
+        self._writer.append(TrialBegan(number, trial.attempts + 1, self._ranks, self._began_s))
+        return TrialOrder(number, trial.attempts + 1, trial.point, trial.inherits)
+
+    def _claimed_before(self, worker: int) -> list[int]:
+        """The trials of ``worker`` that have not ended."""
+        owners = enumerate(self._claims.owners())
+        return [n for n, owner in owners if self._owner(n, owner) == worker and not self._history.has_ended(n)]
+
+    def _owner(self, number: int, claimed: int | None) -> int | None:
+        """Whose the trial ``number`` is: as the claims say, else the journal; None if neither does."""
+        if claimed is None and (trial := self._history.trial(number)) is not None:
+            return trial.worker
+        return claimed
+
+    def _take_over(self) -> int | None:
+        """Claim a trial of a worker that does not run any more and return its number; None if there is none."""
+        gone: dict[int | None, bool] = {self._worker: False, None: True}
+        for number, claimed in enumerate(self._claims.owners()[: self._settings.trials]):
+            if self._history.has_ended(number):
+                continue
+            owner = self._owner(number, claimed)
+            if owner is not None and owner not in gone:
+                gone[owner] = self._directory.is_gone(owner)
+            if gone[owner] and self._claims.take_over(number, claimed, self._worker):
+                # The trial may have ended after the last read and before its worker did.
+                self._learn()
+                return number
+        return None
+
+    def _parent_with_weights(self, parents: tuple[int, ...]) -> int | None:
+        """The first of ``parents`` that has a checkpoint."""
+        return next((one for one in parents if list_checkpoints(self._directory.trial(one) / CHECKPOINTS)), None)
+
+    def _remove_checkpoints(self, number: int) -> None:
+        """Remove the checkpoints of trials that are not among the best, if this one has any."""
+        keep = self._settings.keep_trials
+        if keep is None or not (self._directory.trial(number) / CHECKPOINTS).exists():
+            return
+        trials = self._history.trials()
+        ended = sorted((trial for trial in trials if trial.losses and trial.state != "running"), key=rank_of)
+        needed = {trial.number for trial in ended[:keep]} | {
+            trial.inherits for trial in trials if trial.state == "running"
+        }
+        left = ended[keep : keep + 2]  # those that were among the best until now
+        if self._settings.objectives > 1 and keep:
+            feasible = [trial for trial in ended if not trial.violation]
+            needed |= {feasible[index].number for index in pareto_front([trial.losses for trial in feasible])}
+            left = ended[keep:]  # any of them may have been on the front
+        for trial in (*left, *(one for one in trials if one.number == number)):
+            if trial.number not in needed:
+                for checkpoints in self._directory.trial(trial.number).glob(f"**/{CHECKPOINTS}"):
+                    shutil.rmtree(checkpoints, ignore_errors=True)
+
+
+def _planned(move: Move, at_s: float) -> MovePlanned:
+    return MovePlanned(
+        move.kind, move.number, move.source, move.target, move.responsible, at_s, move.step, move.replaced_by
+    )
+
+
+def _move(record: MovePlanned) -> Move:
+    return Move(
+        record.what,
+        record.number,
+        record.source,
+        record.target,
+        record.responsible,
+        record.step,
+        record.replaced_by,
+    )
