@@ -71,7 +71,7 @@ def kill_group(process: int) -> None:
 def own_python(role: str, args: list[str]) -> list[str]:
     """The command for one of this package's own processes (see `lockstep.launch.__main__`)."""
     # -P: the current directory must not lend its random.py to us; the program's own path is set by its ranks.
-    return [sys.executable, *_flags(), "-P", "-m", __package__, role, *args]
+    return [sys.executable, *_flags(), "-P", "-m", "lockstep.launch", role, *args]
 
 
 def _flags() -> list[str]:

@@ -67,5 +67,6 @@ def _take_updates(follower: InputFollower, context: Context, optimizers: Iterabl
     """Note what decides what functions of the script write into weights and options, when optimizers step."""
     for callee in (callee for optimizer in optimizers for callee in updating(optimizer)):
         with follower.entered(context, UNNAMED, callee, per_step=True) as inner:
-            for each in given_by(follower, inner) if inner is not None else ():
-                follower.take(inner, each)
+            if inner is not None:
+                for each in given_by(follower, inner):
+                    follower.take(inner, each)

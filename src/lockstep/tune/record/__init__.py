@@ -5,5 +5,5 @@ journal, records   append-only files, one for each worker, and what a line of th
 trial_locks        which worker has which trial
 trial_history      trials from the records, in whatever order these are read: each is a trial
 followed_search    a search that runs, for those who only read it
-worker_crash       how the ranks of a worker died
+worker_death       how the ranks of a worker died
 """
