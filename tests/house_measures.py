@@ -18,7 +18,8 @@ values in messages      ``raise`` statements with a message that shows a value, 
 Any                     ``Any`` in signatures, for each 1,000 lines
 ignore, cast            ``type: ignore`` comments and calls of ``cast``
 swallowed errors        ``except Exception`` or broader whose body raises nothing
-foreign privates        attributes ``_x`` that are read from another object than ``self`` or ``cls``
+foreign privates        attributes ``_x`` of others: not of ``self``, not of a class in the same file, in no manual;
+                        after the slash those in files named ``*_private.py``, where a package may gather them
 environment             files that name ``os.environ``
 echo docstrings         docstrings that only say "See `X`."
 """
@@ -40,6 +41,8 @@ MANY_PARAMETERS = 8
 DEEP = 4
 ECHO = re.compile(r"See :?[\w:.`~]+\.?")
 BROAD = ("Exception", "BaseException")
+#: Names that begin with an underscore and are documented all the same.
+DOCUMENTED = {"_exit", "_getframe", "_current_frames", "_replace", "_asdict", "_fields", "_make"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -87,7 +90,9 @@ def measure(package: Path) -> dict[str, str]:
     doc_lines = sum(len(text.splitlines()) for text in docstrings)
     comments = sum(_comment_lines(module.text) for module in modules)
     messages = [shows for module in modules for shows in _messages(module.tree)]
-    privates = sum(_foreign_privates(module.tree) for module in modules)
+    privates = {True: 0, False: 0}
+    for module in modules:
+        privates[module.name.endswith("_private")] += _foreign_privates(module.tree)
     ignores, casts = (_count(modules, pattern) for pattern in (r"# type: ignore", r"[^.\w]cast\("))
     return {
         "lines, files": f"{lines:,} / {len(files)}",
@@ -103,7 +108,7 @@ def measure(package: Path) -> dict[str, str]:
         "Any": f"{1000 * sum(map(_any_count, functions)) / max(1, lines):.1f}",
         "ignore, cast": f"{ignores} / {casts}",
         "swallowed errors": str(sum(_swallows(node) for module in modules for node in ast.walk(module.tree))),
-        "foreign privates": str(privates),
+        "foreign privates": f"{privates[False]} / {privates[True]}",
         "environment": str(sum("os.environ" in module.text for module in modules)),
         "echo docstrings": str(sum(ECHO.fullmatch(" ".join(text.split())) is not None for text in docstrings)),
     }
@@ -188,12 +193,15 @@ def _swallows(node: ast.AST) -> bool:
 
 
 def _foreign_privates(tree: ast.Module) -> int:
-    return sum(
-        isinstance(node, ast.Attribute)
-        and re.match(r"_[a-z]", node.attr) is not None
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
-        for node in ast.walk(tree)
-    )
+    own = {node.name for node in ast.walk(tree) if isinstance(node, Function)}
+    annotated = (node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
+    own |= {target.id for target in annotated if isinstance(target, ast.Name)}
+    reads = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr)]
+    others = []
+    for node in reads:
+        of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        (own.add if of_itself else others.append)(node.attr)
+    return sum(name not in own and name not in DOCUMENTED for name in others)
 
 
 def _mutual(package: str, modules: list[Module]) -> tuple[int, int]:

@@ -20,11 +20,11 @@ HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 FLOORS = (
     (
         *("errors", "launch_contract", "trial_contract", "slurm_syntax", "formatting", "memory_use"),
-        *("network_interface", "records", "small_files"),
+        *("network_interface", "records", "small_files", "cpython_private"),
     ),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
-        *("peer_failure", "option_words", "script_end", "step_record", "transcript"),
+        *("peer_failure", "option_words", "script_end", "step_record", "transcript", "torch_private"),
     ),
     ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
@@ -40,7 +40,7 @@ TORCH_FREE = (
     *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_kinds", "saved_run", "error_advice", "step_record", "records", "transcript"),
-    "small_files",
+    *("small_files", "cpython_private"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -52,7 +52,7 @@ EXPECTED = {
     "Any": "35.7",
     "ignore, cast": "1 / 1",
     "swallowed errors": "1",
-    "foreign privates": "1",
+    "foreign privates": "1 / 0",
     "environment": "1",
     "echo docstrings": "1",
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import linecache
-import multiprocessing.process
 import re
 import signal
 import sys
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from lockstep.cpython_private import children_of_multiprocessing
 from lockstep.heartbeat import is_users
 from lockstep.peer_failure import is_peer_failure
 
@@ -133,7 +133,7 @@ def _loader_process(error: BaseException, frames: Frames) -> str:
     handing = any(file.endswith(_HANDING_OVER) for file, _ in frames)
     if not (isinstance(error, ConnectionError | EOFError | FileNotFoundError) and handing):
         return ""
-    codes = {child.exitcode or 0 for child in multiprocessing.process._children}  # type: ignore[attr-defined]
+    codes = {child.exitcode or 0 for child in children_of_multiprocessing()}
     killed = [signal.Signals(-code).name for code in sorted(codes) if code < 0]
     return f"a loader process was {'killed' if not killed else f'killed by {killed[0]}'} while it handed a sample over"
 

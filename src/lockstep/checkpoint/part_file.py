@@ -33,6 +33,7 @@ from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError
 from lockstep.records import of_kind, open_regular, value_in
+from lockstep.torch_private import version_of
 
 _HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, their CRC-32
 _STEP: Final = struct.Struct("<q")
@@ -192,7 +193,7 @@ class _Copies:
 
     def versions(self) -> list[int]:
         """How often each source was changed, where that is counted."""
-        return [0 if source.is_inference() else source._version for source in self.sources]
+        return [0 if source.is_inference() else version_of(source) for source in self.sources]
 
 
 class _Slot:

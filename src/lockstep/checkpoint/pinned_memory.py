@@ -6,6 +6,8 @@ import weakref
 
 import torch
 
+from lockstep.torch_private import foreach_copy_
+
 
 def lock_pages(memory: torch.Tensor) -> bool:
     """Keep the pages of ``memory``, contiguous bytes on the CPU, where they are until the tensor is gone.
@@ -28,6 +30,6 @@ def copy_to_host(places: list[torch.Tensor], sources: list[torch.Tensor]) -> Non
     if not sources:
         return
     with torch.no_grad():
-        torch._foreach_copy_(places, sources, non_blocking=True)
+        foreach_copy_(places, sources, non_blocking=True)
     for device in {source.device for source in sources if source.is_cuda}:
         torch.cuda.current_stream(device).synchronize()

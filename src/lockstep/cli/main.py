@@ -34,6 +34,7 @@ from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.cli.verify import COMMANDS as VERIFY_COMMANDS
 from lockstep.cli.verify import FILE as VERIFY_FILE
 from lockstep.cli.verify import said_of
+from lockstep.cpython_private import actions_by_option, actions_of, add_action
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
@@ -203,7 +204,7 @@ def run_options() -> Parser:
 
 def _accept_underscores(parser: argparse.ArgumentParser) -> None:
     """Take each option in the spelling with underscores, too, as torchrun does; the help shows the other one."""
-    options = parser._option_string_actions
+    options = actions_by_option(parser)
     for option, action in list(options.items()):
         options.setdefault(f"--{option[2:].replace('-', '_')}" if option.startswith("--") else option, action)
 
@@ -233,7 +234,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if asks_for_help(program):
         check_program(program)
         return show_help(program)
-    known = [option for action in run_options()._actions for option in action.option_strings]
+    known = [option for action in actions_of(run_options()) for option in action.option_strings]
     if ours := unread_options(program, known):
         print(
             f"note: {parsed.script} gets {', '.join(ours)}, which its source does not mention; options of lockstep run "
@@ -329,10 +330,10 @@ def job_options(name: str) -> Parser:
     parser.add_argument("--account", metavar="NAME", help="who pays")
     parser.add_argument("--name", metavar="NAME", help="of the job (default: the script's)")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the script is written (default: stdout)")
-    for action in run_options()._actions:
+    for action in actions_of(run_options()):
         if action.option_strings and not set(action.option_strings) & _PLACES:
             # Known to both, so that a usage error is found here and not in the queue.
-            parser._add_action(action)
+            add_action(parser, action)
     parser.add_argument("script", nargs="?", metavar="script.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
     _accept_underscores(parser)
@@ -392,7 +393,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
     """The options of ``parser`` that ``parsed`` sets, as they are written; without the kind of the program."""
     words: list[str] = []
-    for action in parser._actions:
+    for action in actions_of(parser):
         value = getattr(parsed, action.dest, action.default)
         if not action.option_strings or action.dest in ("module", "no_python") or value == action.default:
             continue
@@ -426,7 +427,7 @@ def _advice(unknown: str, command: Command) -> str:
         named_by_job = command.name != "run" and any(place in instead for place in _PLACES)
         return f"no such option: {option}; {_BY_JOB if named_by_job else instead}"
     parser = command.options()
-    known = [o for action in parser._actions for o in action.option_strings if "_" not in o]
+    known = [o for action in actions_of(parser) for o in action.option_strings if "_" not in o]
     if spelt.removeprefix("--").replace("-", "_") in _names():
         return f"no such option: {option}; it is a setting: --set {spelt.removeprefix('--').replace('-', '_')}=VALUE"
     if near := difflib.get_close_matches(spelt, known, n=1):

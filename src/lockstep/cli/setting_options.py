@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from lockstep.cli.option_formatting import STRATEGIES
+from lockstep.cpython_private import ArgumentGroup
 from lockstep.errors import SettingError
 from lockstep.settings import Settings, parse
 
@@ -30,7 +31,7 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
 }
 
 
-def add_setting_options(group: argparse._ArgumentGroup, *without: str) -> None:
+def add_setting_options(group: ArgumentGroup, *without: str) -> None:
     """Add the options of settings to ``group``, but for those ``without``; any other setting comes by ``--set``."""
     for name, option in _OPTIONS.items():
         if name in without:

@@ -16,6 +16,7 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.reduction_plan import HostDivision, ReductionPlan, ReductionPlans, Runs
 from lockstep.collectives.shared_memory import SharedMemoryAllReduce
 from lockstep.collectives.wait_clock import wait_clock
+from lockstep.torch_private import foreach_add_
 
 #: For tensors of so many bytes, waits count more than what is sent or copied once more.
 _LITTLE: Final = 1 << 18
@@ -314,7 +315,7 @@ def _fold(plan: ReductionPlan, received: torch.Tensor, length: int) -> list[torc
     """The sums of a chunk of so many elements that are left then, in the memory of ``received``."""
     pieces = received.view(len(plan.all_nodes), length).unbind()
     for left, right in plan.additions if length else ():
-        torch._foreach_add_([pieces[i] for i in left], [pieces[i] for i in right])
+        foreach_add_([pieces[i] for i in left], [pieces[i] for i in right])
     return [pieces[place] for place in plan.folded.values()]
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lockstep.collectives.group import Group, translating_peer_errors
 from lockstep.collectives.shared_memory import SharedMemoryArena
+from lockstep.torch_private import foreach_copy_
 
 _ALIGN = 64  # bytes: each tensor begins on a cache line of its own, whatever its type
 #: Bytes that one broadcast carries: enough to use the link well, and little beside the tensors. Two are under way.
@@ -147,7 +148,7 @@ def _slots(tensors: Sequence[torch.Tensor]) -> _Slots:
 
 def _copy(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     if into:
-        torch._foreach_copy_(into, tensors)
+        foreach_copy_(into, tensors)
 
 
 def _aligned_bytes(tensor: torch.Tensor) -> int:

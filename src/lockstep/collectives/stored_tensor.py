@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from torch.utils import _pytree as pytree
+
+from lockstep.torch_private import no_torch_function, pytree, wrapper_tensor
 
 ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
 """The box at a first element, of a shape: contiguous on the CPU, with memory of its own."""
@@ -29,7 +30,7 @@ class StoredTensor(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Self], shape: Sequence[int], dtype: torch.dtype, read: ReadBox) -> Self:
         """A tensor of ``shape`` and ``dtype``, of which ``read`` gives boxes."""
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device("cpu"))
+        made: Self = wrapper_tensor(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made._read = read
         return made
 
@@ -46,7 +47,7 @@ class StoredTensor(torch.Tensor):
         """Read all of it; with memory of its own."""
         return self._read((0,) * self.dim(), tuple(self.shape))
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
+
+from lockstep.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from lockstep.data.indexed.sampling import UserDataset
+from lockstep.torch_private import version_of
 
 _DEEPEST: Final = 8  # such as a data set, its parts, one of them, its transforms, and those in a list among these
 _MOST: Final = 2000  # attributes and items that are looked at
@@ -71,7 +72,7 @@ def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
 def _mark_of(value: Any) -> object:
     if issubclass(type(value), Tensor):
         # Those made in inference mode do not count what is written to them, and nested ones have no shape.
-        return None if value.is_inference() else value._version, value.numel()
+        return None if value.is_inference() else version_of(value), value.numel()
     if type(value) is np.ndarray and not value.dtype.hasobject and not _is_mapped(value):
         flat = value.reshape(-1)
         spread = 1 if value.nbytes <= _SMALL_BYTES else -(-value.size // _LOOKED_AT)

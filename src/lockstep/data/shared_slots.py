@@ -26,6 +26,7 @@ from torch.utils.data._utils import worker
 
 from lockstep.data.indexed.sampling import Data, Sample
 from lockstep.data.seen_samples import SeenBatch
+from lockstep.torch_private import shared_storage, without_worker_info
 
 _ALIGNED: Final = 64  # as an allocator would: some kernels round differently on memory that is not
 _SPARE: Final = 2  # slots beside those of batches that wait: one that is computed with, and one on its way to a GPU
@@ -69,7 +70,7 @@ class _Region:
         size = -(-slots // _PAGE) * _PAGE + slots * (-(-slot_bytes // _PAGE) * _PAGE)
         if room_for * size > (free := _free_bytes()):
             raise RuntimeError(f"{free} bytes of shared memory are free, and {room_for} times {size} are wanted")
-        storage = torch.UntypedStorage._new_shared(size)
+        storage = shared_storage(size)
         memory = torch.empty(0, dtype=torch.uint8).set_(storage)
         memory[:slots] = 0
         return cls(memory, slots)
@@ -109,11 +110,8 @@ class SlotCollate:
         if self.collate is not default_collate:
             return self._packed(self.collate(samples))
         # In a loader process it takes new shared memory for each tensor, and tells one by this.
-        info, worker._worker_info = worker._worker_info, None
-        try:
+        with without_worker_info():
             data = self.collate(samples)
-        finally:
-            worker._worker_info = info
         return self._packed(data)
 
     def __getstate__(self) -> dict[str, object]:

@@ -29,6 +29,7 @@ from lockstep.data.indexed.sampling import Data, Sample, TorchLoader
 from lockstep.data.shared_slots import SlotCollate, beginning_workers, forget, forget_all
 from lockstep.launch_contract import STOP_SIGNALS
 from lockstep.seeding import seed_of
+from lockstep.torch_private import forget_iterator, shut_down
 
 _LOOK_EVERY_S = 1.0
 
@@ -143,7 +144,7 @@ def end_passes(loader: TorchLoader) -> None:
     # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which may
     # be the user's.
     passes = tuple(_passes.pop(loader, ()))
-    loader._iterator = None
+    forget_iterator(loader)
     for batches in passes:
         _end(batches)
     _forget_ended()
@@ -158,7 +159,7 @@ def _forget_ended() -> None:
 def _end(batches: Any) -> None:
     workers = getattr(batches, "_workers", ())
     if workers:
-        batches._shutdown_workers()  # waits 5 s for each
+        shut_down(batches)  # waits 5 s for each
     for worker in workers:
         if worker.is_alive():
             worker.kill()

@@ -147,4 +147,6 @@ def collectives_begun() -> int:
     if world is None or default is None:
         return 0
     size = default.size()
-    return sum(group._get_sequence_number_for_group() for group in list(world.pg_map) if group.size() == size)
+    from lockstep.torch_private import collectives_begun_by
+
+    return sum(collectives_begun_by(group) for group in list(world.pg_map) if group.size() == size)

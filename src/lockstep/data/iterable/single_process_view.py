@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.utils.data._utils import worker
+from lockstep.torch_private import without_worker_info
 
 #: What launchers, and webdataset for its loader processes, tell each process of its place.
 _ALONE = {
@@ -34,12 +34,11 @@ def single_process_view() -> Iterator[None]:
     The environment's variables are the process's own: no other thread may read them, or enter here, meanwhile. Those
     that are not set stay so. About 15 us.
     """
-    worker_info, environment = worker._worker_info, os.environ
+    environment = os.environ
     hidden = {name: environment[name] for name in _ALONE if name in environment}
-    worker._worker_info = None
     environment.update({name: _ALONE[name] for name in hidden})
     try:
-        yield
+        with without_worker_info():
+            yield
     finally:
         environment.update(hidden)
-        worker._worker_info = worker_info

@@ -106,7 +106,8 @@ class HuggingFaceShards(ShardStream):
     def __init__(self, dataset: UserDataset) -> None:
         self._dataset = dataset
         #: Tables are skipped without a look at their rows; what a function computes, it may draw.
-        self.seeks = bool(dataset._ex_iterable.iter_arrow) and _FUNCTIONS.isdisjoint(map(_kind_of, _parts_of(dataset)))
+        parts = list(_parts_of(dataset))
+        self.seeks = bool(parts[0].iter_arrow) and _FUNCTIONS.isdisjoint(map(_kind_of, parts))
 
     @property
     @override
@@ -205,6 +206,7 @@ def _is_divisible(dataset: UserDataset) -> bool:
 
 
 def _parts_of(dataset: UserDataset) -> Iterator[Any]:
+    # A private name of the package `datasets`: without it, such a stream is read from its beginning by each reader.
     part = getattr(dataset, "_ex_iterable", None)
     while part is not None:
         yield part

@@ -7,12 +7,12 @@ import ctypes
 import os
 import signal
 import site
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from lockstep.cpython_private import interpreter_flags
 from lockstep.launch_contract import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
@@ -76,8 +76,7 @@ def own_python(role: str, args: list[str]) -> list[str]:
 
 def _flags() -> list[str]:
     """The flags of this Python, such as ``-O -X dev``, but for those that would keep another one from our package."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [flag for flag in flags if flag not in ("-I", "-E", "-s", "-S", "-P")]
+    return [flag for flag in interpreter_flags() if flag not in ("-I", "-E", "-s", "-S", "-P")]
 
 
 def with_this_package(env: Mapping[str, str]) -> dict[str, str]:

@@ -18,7 +18,6 @@ exporters of traces, and they are ready to be copied.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import gc
@@ -33,11 +32,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from multiprocessing import util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.cpython_private import forget_exit_handlers
 from lockstep.formatting import plural
 from lockstep.launch.host.child_process import kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host.machine import threads_of_rank
@@ -344,8 +343,7 @@ def serve_copied(
     _open_own_streams()
     gc.collect()  # what is garbage there would never be freed here
     # What that process registered for its own end, such as saving a history, is not for its copies to do.
-    atexit._clear()
-    atexit.register(util._exit_function)  # type: ignore[attr-defined]
+    forget_exit_handlers()
     os.setsid()
     os.environ.clear()
     os.environ.update(env)

@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lockstep.cpython_private import launch_fork
 from lockstep.errors import LaunchError
 from lockstep.launch.host import procfs
 from lockstep.launch.host.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
@@ -278,10 +279,7 @@ class _Copy(ForkProcess):
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> popen_fork.Popen:  # noqa: N802 - multiprocessing's name
-        started = object.__new__(popen_fork.Popen)
-        started.returncode, started.finalizer = None, None
-        started._launch(process_obj)  # type: ignore[attr-defined]
-        return started
+        return launch_fork(process_obj)
 
 
 def uses_cuda() -> bool:

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import faulthandler
 import io
-import multiprocessing
 import os
 import pickle
 import runpy
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.cpu_affinity import by_core, own_cpus
+from lockstep.cpython_private import run_exit_handlers, set_temporary_directory, wait_for_threads
 from lockstep.error_advice import add_advice
 from lockstep.errors import LaunchError, PlanError, SettingError
 from lockstep.faults import FaultPlan
@@ -354,8 +354,8 @@ def _leave(code: int, *, patient: bool) -> NoReturn:
     try:
         if patient:
             # What the interpreter does first at its end: wait for threads that are not daemons.
-            threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+            wait_for_threads()
+        run_exit_handlers()
     finally:
         _flush_streams()
         ctypes.CDLL(None).fflush(None)
@@ -428,7 +428,7 @@ def _keep_temporary_files(env: Mapping[str, str]) -> None:
     if env.get(CHANNEL, "").startswith("/"):
         with contextlib.suppress(OSError):
             home = tempfile.mkdtemp(prefix=RANK_FILES, dir=Path(env[CHANNEL]).parent)
-            multiprocessing.current_process()._config["tempdir"] = home  # type: ignore[attr-defined]
+            set_temporary_directory(home)
         note_process(Path(env[CHANNEL]).parent)
 
 

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lockstep.errors import UsageError
 from lockstep.heartbeat import ProgressMarker
 from lockstep.settings import StepRange
 from lockstep.small_files import replacement
+from lockstep.torch_private import profiler_is_on
 
 _ACTIVITIES: Final = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
 
@@ -86,7 +86,7 @@ class StepProfiler:
             self._say(f"profile='{self._steps}': none of these steps was done here, so there is no trace")
 
     def _begin(self, step: int) -> None:
-        if profiler._is_profiler_enabled:
+        if profiler_is_on():
             raise UsageError(
                 f"profile='{self._steps}' while the script has a profiler of its own on, and torch has one at a time: "
                 "leave one of the two out"

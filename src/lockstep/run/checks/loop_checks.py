@@ -23,6 +23,7 @@ from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import Stateful, exposed
 from lockstep.strategies import Strategy, parameters_of
+from lockstep.torch_private import version_of
 
 WITHOUT_DDP: Final = (
     "DistributedDataParallel around a model of this run: run.model(...) does what it does, and both would sum the "
@@ -164,7 +165,7 @@ class LoopChecks:
 
     def note_buffers(self) -> None:
         """The micro-batch's last backward pass has been made: no forward pass may move buffers any more."""
-        self._buffer_versions = [buffer._version for _, buffer in self._state.buffers]
+        self._buffer_versions = [version_of(buffer) for _, buffer in self._state.buffers]
 
     def require_buffers_unchanged(self) -> None:
         """Check that no buffer has changed since `note_buffers`.
@@ -173,7 +174,7 @@ class LoopChecks:
             UsageError: if one has.
         """
         for (name, buffer), was in zip(self._state.buffers, self._buffer_versions, strict=False):
-            if was != buffer._version:
+            if was != version_of(buffer):
                 raise UsageError(
                     f"the buffer {name} changed after run.step(...) in the loop's body: what a forward pass in "
                     "training mode does there would count on some ranks and not on others. Make that pass before "

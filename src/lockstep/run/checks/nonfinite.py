@@ -17,6 +17,7 @@ from torch import nn
 from lockstep.errors import NonFiniteError
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.strategies import as_real, has_gradient
+from lockstep.torch_private import foreach_norm
 
 OnNan = Literal["stop", "warn", "ignore"]
 _Asked = tuple[PinnedCopy, list[tuple[int, str, str]]]  # values on their way, how many each text is of
@@ -168,4 +169,4 @@ def _largest(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     for each in gradients:
         if each.numel():
             alike.setdefault((each.device, each.dtype), []).append(as_real(each))
-    return [torch.stack(torch._foreach_norm(some, math.inf)) for some in alike.values()]
+    return [torch.stack(foreach_norm(some, math.inf)) for some in alike.values()]

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.run.setup.identity import optimizers_of
 from lockstep.run.state.registered import State
+from lockstep.torch_private import note_learning_rates
 
 _BASE: Final = "initial_lr"  # what torch's schedulers multiply; they set it when they are made
 
@@ -101,8 +102,7 @@ def _set_bases(schedulers: Iterable[Any], optimizer: torch.optim.Optimizer) -> N
         groups = optimizer.param_groups
         if len(bases := getattr(one, "base_lrs", ())) == len(groups):
             one.base_lrs = [group.get(_BASE, base) for group, base in zip(groups, bases, strict=True)]
-        if hasattr(one, "_last_lr"):
-            one._last_lr = [group["lr"] for group in groups]
+        note_learning_rates(one, [group["lr"] for group in groups])
 
 
 def _shown(value: Any) -> str:

@@ -20,6 +20,7 @@ from lockstep.run.checks.divergence import DivergenceCheck, checksums
 from lockstep.run.setup.run_context import RunContext
 from lockstep.seeding import seed_generators
 from lockstep.strategies import UpdateShare, has_gradient, parameters_of
+from lockstep.torch_private import STEP_HOOKS, step_hooks
 
 #: Elements of a parameter that is copied to be stepped, and groups of an optimizer that are looked at.
 _MOST_ELEMENTS: Final = 1 << 20
@@ -27,7 +28,6 @@ _MOST_GROUPS: Final = 8
 #: All elements of some gradients in the steps of a copy, one after another: what an optimizer learns of all parameters
 #: in one step may show in the next, and only where they grow.
 _GRADIENTS: Final = (1.0, 1e2, 1e4)
-_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class UpdateChecks:
@@ -87,7 +87,7 @@ class UpdateChecks:
         if share.is_whole:
             return
         kind = type(optimizer).__name__
-        if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+        if any(step_hooks(optimizer)):
             raise UsageError(
                 f"{kind} has a hook of its step (register_step_pre_hook or register_step_post_hook), and under "
                 f"strategy {self._name} a rank steps some of the parameters, so the hook would find those and their "
@@ -167,7 +167,7 @@ def _stepped(
     state = {key: value for key, value in optimizer.state.items() if key not in twins or key in wanted}
     memo[id(optimizer.state)] = defaultdict(dict, copy.deepcopy(state, memo))
     # Not the hooks, which may hold anything, nor what schedulers put in the place of the class's own `step`.
-    own = {name: OrderedDict() if name in _HOOKS else v for name, v in vars(optimizer).items() if name != "step"}
+    own = {name: OrderedDict() if name in STEP_HOOKS else v for name, v in vars(optimizer).items() if name != "step"}
     twin = object.__new__(type(optimizer))
     twin.__dict__ = copy.deepcopy(own, memo)
     step: Any = type(optimizer).step

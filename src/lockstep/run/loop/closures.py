@@ -22,6 +22,7 @@ from lockstep.run.metrics.metric_means import MetricMeans
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.registered import State
 from lockstep.strategies import LossCall, ParameterSet
+from lockstep.torch_private import version_of
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -183,4 +184,4 @@ class _Evaluation:
         return is_there and self._versions == self._now()
 
     def _now(self) -> list[int]:
-        return [t._version for p in self._target.parameters for t in (p, p.grad) if t is not None]
+        return [version_of(t) for p in self._target.parameters for t in (p, p.grad) if t is not None]

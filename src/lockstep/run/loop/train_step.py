@@ -41,6 +41,7 @@ from lockstep.run.proofs.transcript_writer import TranscriptWriter
 from lockstep.run.recovery.resume_point import ResumePoint
 from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import LossCall, LossStrategy, ParameterSet, ServerStrategy, describe_loss, is_loss
+from lockstep.torch_private import step_hooks
 
 _AS_USUAL: Final = nullcontext()
 #: Shares that are kept as tensors: that of full micro-batches, and a few for the ends of epochs.
@@ -467,7 +468,7 @@ def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
 
 def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the step of ``optimizer`` may draw random numbers: torch's own do not, unless hooks do."""
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = step_hooks(optimizer)
     return any(hooks) or not type(optimizer).__module__.startswith("torch.optim")
 
 

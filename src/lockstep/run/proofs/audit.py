@@ -27,6 +27,7 @@ from lockstep.formatting import format_ranks
 from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.proofs.replay import Digest, Notes, Played, ReplayError, first_difference, place_of
 from lockstep.run.setup.run_context import RunContext
+from lockstep.torch_private import version_of
 
 _PLAYS: Final = "micro-batches that are audited"
 _WHAT_TO_DO: Final = (
@@ -221,7 +222,7 @@ class Audit:
         step = self._context.position.progress.step
         self._good = step if self._good is None else self._good
         for (now, found), (_, before) in zip(self._with_sums([each for each, _ in seen]), seen, strict=True):
-            if found != before and now.tensor._version == now.version:
+            if found != before and version_of(now.tensor) == now.version:
                 until = f"the {'beginning' if between else 'update'} of step {step + 1}"
                 raise AuditError(
                     f"{self._own()}: bytes of {now.name} have changed between the end of step {step} and {until}, and "
@@ -260,4 +261,4 @@ class Audit:
                 if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
                     local = local_part(value.detach())
                     if not local.is_inference():
-                        yield _Stored(name, local, local._version, kind)
+                        yield _Stored(name, local, version_of(local), kind)

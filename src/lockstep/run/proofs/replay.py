@@ -29,7 +29,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
 from lockstep.collectives import Group, local_part
@@ -40,6 +39,7 @@ from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.source.reachable import TENSOR_RANK, Mark, changed, look, script_roots
 from lockstep.run.source.script_places import Held, changed_by
 from lockstep.run.state.registered import State
+from lockstep.torch_private import pytree
 
 #: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
 #: micro-batches.

@@ -25,7 +25,6 @@ from types import CodeType
 from typing import Final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data
@@ -38,6 +37,7 @@ from lockstep.run.proofs.script_snapshot import ScriptSnapshot
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import script_frames
 from lockstep.strategies import LossStrategy, ServerStrategy
+from lockstep.torch_private import pytree
 
 MOST: Final = 64  #: bodies
 _MOST_DIFFERENT: Final = 4

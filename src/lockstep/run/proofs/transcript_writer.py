@@ -34,6 +34,7 @@ from lockstep.run.proofs.resume_proof import bit_sums
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import look, script_roots
 from lockstep.run.state.snapshot import RunSnapshot
+from lockstep.torch_private import pytree
 from lockstep.transcript import ABOUT, MICRO_BATCH, SAID, SECONDS, STATE, STOPPED, VARIABLES, TranscriptRequest, line_of
 
 _COMMIT_S: Final = 60.0  # how long a checkpoint may take that is waited for
@@ -96,7 +97,7 @@ class TranscriptWriter:
 
     def note_samples(self, play: Play, position: MicroBatchPosition, data: object) -> None:
         """The micro-batch holds ``data``: its samples one by one, where its tensors have a row for each."""
-        leaves = torch.utils._pytree.tree_leaves(data)
+        leaves = pytree.tree_leaves(data)
         rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.is_cpu]
         if rows and all(leaf.layout is torch.strided and len(leaf) == position.samples for leaf in rows):
             for number in range(position.samples):
@@ -199,7 +200,7 @@ class TranscriptWriter:
         name = f"{next(known, 'a module beside the models') or 'the model'} ({type(module).__name__})"
         self._calls[name] += 1
         call = f", call {self._calls[name]}" if self._calls[name] > 1 else ""
-        leaves, _ = torch.utils._pytree.tree_flatten(output)
+        leaves, _ = pytree.tree_flatten(output)
         for number, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue

@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue, Stateful
+from lockstep.torch_private import version_of
 
 _GLANCE: Final = 4  # values of a list or dict, the newest ones
 _DEPTH: Final = 3  # of lists within lists
@@ -42,7 +43,7 @@ class PointMarks:
         state = self._state
         return (
             [[_options(group) for group in optimizer.param_groups] for optimizer in state.optimizers],
-            [p._version for parameters in state.parameters for p in parameters],
+            [version_of(p) for parameters in state.parameters for p in parameters],
             [self._of_kept(name, value) for name, value in state.kept.items()],
         )
 
@@ -70,7 +71,7 @@ def _of(value: object, depth: int) -> object:
     if type(value) in _IMMUTABLE:
         return value
     if isinstance(value, torch.Tensor):
-        return id(value), 0 if value.is_inference() else value._version
+        return id(value), 0 if value.is_inference() else version_of(value)
     if isinstance(value, dict) and depth:
         newest = itertools.islice(reversed(value.items()), _GLANCE)
         return len(value), [(key, _of(held, depth - 1)) for key, held in newest]

@@ -20,6 +20,7 @@ import torch
 
 from lockstep.checkpoint import FlatTree, StateTree
 from lockstep.run.checks.divergence import checksums
+from lockstep.torch_private import version_of
 
 _SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not count changes
 
@@ -146,4 +147,4 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     counted = [t.numel() * t.element_size() > _SMALL_BYTES and not t.is_inference() for t in tensors]
     summed = [t for t, is_counted in zip(tensors, counted, strict=True) if not is_counted]
-    return [*checksums(summed), *(t._version for t, is_counted in zip(tensors, counted, strict=True) if is_counted)]
+    return [*checksums(summed), *(version_of(t) for t, is_counted in zip(tensors, counted, strict=True) if is_counted)]

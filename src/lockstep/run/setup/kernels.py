@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import UsageError
+from lockstep.torch_private import set_deterministic
 
 _REFUSED: Final = " does not have a deterministic implementation"
 _AS_THEY_ARE: Final = nullcontext()
@@ -174,10 +175,10 @@ class _Strict:
     def __enter__(self) -> None:
         self._warned = torch.is_deterministic_algorithms_warn_only_enabled()
         # Not by torch's own function, which sets the compiler, too, and takes ten times as long.
-        torch._C._set_deterministic_algorithms(True, warn_only=False)
+        set_deterministic(warn_only=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        torch._C._set_deterministic_algorithms(True, warn_only=self._warned)
+        set_deterministic(warn_only=self._warned)
         if isinstance(error, RuntimeError) and _REFUSED in str(error):
             raise UsageError(
                 f"{str(error).partition(_REFUSED)[0].split()[-1]}, which the backward pass calls, has no deterministic "

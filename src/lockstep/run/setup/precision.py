@@ -9,6 +9,8 @@ from typing import Any, Final, Literal
 
 import torch
 
+from lockstep.torch_private import found_inf
+
 _NO_AUTOCAST: Final = contextlib.nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,7 +67,7 @@ class Precision:
         """
         self._scaler.unscale_(optimizer)
         # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
-        noted: dict[Any, torch.Tensor] = self._scaler._found_inf_per_device(optimizer)
+        noted = found_inf(self._scaler, optimizer)
         found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
         agreed = on_any_rank(found)
         for device in noted or (agreed.device,):

@@ -49,6 +49,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lockstep.heartbeat import own_lines
 from lockstep.run.checks.divergence import checksum
+from lockstep.torch_private import batches_yielded, version_of
 
 _MOST_ITEMS: Final = 500  # of one list or dict
 _VISITS: Final = 5  # objects that are looked at for each mark
@@ -273,7 +274,7 @@ def is_plain(value: torch.Tensor) -> bool:
 def _seen_of_tensor(value: torch.Tensor) -> object:
     if is_plain(value) and value.device.type == "cpu" and value.numel() <= SMALL:
         return value.dtype, value.shape, int(checksum(value))
-    return value.dtype, id(value), None if value.is_inference() else value._version
+    return value.dtype, id(value), None if value.is_inference() else version_of(value)
 
 
 def _seen_of_array(value: np.ndarray[Any, Any]) -> object:
@@ -299,7 +300,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
     (Synchronized, 1, lambda value: repr(value.value)),
     (ContextVar, 1, lambda value: _seen_of(value.get(None))),
-    (_BaseDataLoaderIter, 1, lambda value: value._num_yielded),
+    (_BaseDataLoaderIter, 1, batches_yielded),
     (GeneratorType, 1, lambda value: value.gi_frame and value.gi_frame.f_lasti),
     (enumerate, 1, lambda value: value.__reduce__()[1][1]),
     (torch.Generator, 0, lambda value: int(checksum(value.get_state()))),

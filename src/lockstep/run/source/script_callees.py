@@ -18,6 +18,7 @@ from lockstep.run.source.line_calls import MEMO
 from lockstep.run.source.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.source.script_places import NOTHING, attribute_of, attributes_of
 from lockstep.run.source.source_reads import ITEMS, Call, Lines, Path
+from lockstep.torch_private import forward_hooks, step_hooks
 
 _OF_WITH: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__"}
 _MOST_WRAPPERS: Final = 8
@@ -58,7 +59,7 @@ def is_memo(value: object) -> bool:
 def computing(module: nn.Module, text: str) -> Iterator[Callee]:
     """What a call of ``module`` runs, but for its parts: its forward pass, and hooks that may return another value."""
     yield from of_script(type(module).forward, Argument((), module, text))
-    for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+    for hook in forward_hooks(module):
         if isinstance(hook, MethodType):
             yield from of_script(hook.__func__, Argument((), hook.__self__, f"{text}'s hook"))
         else:
@@ -95,7 +96,7 @@ def sampling(source: object) -> Iterator[Callee]:
 def updating(optimizer: Optimizer) -> Iterator[Callee]:
     """The functions of the script that run when an optimizer steps: its own, and hooks."""
     yield from of_script(type(optimizer).step, Argument((), optimizer, type(optimizer).__name__))
-    for hook in (*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()):
+    for hook in (hook for hooks in step_hooks(optimizer) for hook in hooks.values()):
         for function, bound, _ in called_by(hook, "a hook of the optimizer"):
             names = function.__code__.co_varnames
             known = {names[0]: optimizer} if bound is None else dict(zip(names, (bound.value, optimizer), strict=False))

@@ -13,12 +13,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import Group, Runs, as_absent_shards, as_owned_shards
 from lockstep.errors import UsageError
+from lockstep.torch_private import pytree
 
 _NOT_HERE: Final = (
     "run.carry: under this strategy not every rank has micro-batches of its own; use ddp, zero, or fsdp without tensor="

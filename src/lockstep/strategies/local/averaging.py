@@ -14,6 +14,7 @@ import torch
 
 from lockstep.collectives import Group, RankOrderAllReduce, translating_peer_errors
 from lockstep.strategies.local.flat_ranges import by_dtype, cut, gather, scatter, sizes_of
+from lockstep.torch_private import foreach_div_
 
 #: MiB that are summed at once by default: enough for any link, and little compared with a model.
 _BUCKET_MB = 25.0
@@ -57,7 +58,7 @@ class RankAverager:
         """As `sums`, divided by the number of ranks."""
         results = self.sums(tensors)
         if results:
-            torch._foreach_div_(results, self.group.size)
+            foreach_div_(results, self.group.size)
         return results
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from lockstep.strategies.local.optimizer_averaging import AveragedOptimizer, ele
 from lockstep.strategies.parts.module_states import sync_module_states
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import StateDict, StateLayout
+from lockstep.torch_private import version_of
 
 
 class DivergedReplicas:
@@ -56,7 +57,7 @@ class DivergedReplicas:
                 self.trained.append(tensor)
             else:
                 self._untrained.append(tensor)
-                self._versions.append(tensor._version)
+                self._versions.append(version_of(tensor))
         self._models.append(model)
 
     def resync(self) -> None:
@@ -71,7 +72,7 @@ class DivergedReplicas:
     def mark_averaged(self) -> None:
         """Note that ranks hold the same model."""
         self.diverged = False
-        self._versions[:] = [t._version for t in self._untrained]
+        self._versions[:] = [version_of(t) for t in self._untrained]
 
     def average(self) -> None:
         """Set every rank's model to the mean of all. Collective."""
@@ -88,7 +89,7 @@ class DivergedReplicas:
         """Do as `average`, but leave out trained parameters. Collective."""
         if self.diverged:
             _copy(*self._mean(self._averager, trained=False))
-            self._versions[:] = [t._version for t in self._untrained]
+            self._versions[:] = [version_of(t) for t in self._untrained]
 
     @contextlib.contextmanager
     def averaged_models(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -159,7 +160,7 @@ class DivergedReplicas:
         """Which untrained tensors have changed on some rank, by index; of integers the greatest value. Collective."""
         if not self._untrained:
             return {}
-        changed = [index for index, t in enumerate(self._untrained) if t._version != self._versions[index]]
+        changed = [index for index, t in enumerate(self._untrained) if version_of(t) != self._versions[index]]
         own_changes = {index: None if _has_mean(t := self._untrained[index]) else t.detach().cpu() for index in changed}
         reported = group.gather_objects(own_changes, "which buffers have changed")
         return {

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import UsageError
+from lockstep.torch_private import aten, pytree, schema_of
 
 _ATEN: Final = torch.ops.aten
 #: How many random numbers they draw depends on the values of their arguments.
-_BY_VALUES: Final = (_ATEN.poisson, _ATEN.multinomial, _ATEN.binomial, _ATEN._standard_gamma)
+_BY_VALUES: Final = (_ATEN.poisson, _ATEN.multinomial, _ATEN.binomial, aten("_standard_gamma"))
 _IS_META: Final = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -80,7 +80,7 @@ class _DrawsAlike(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_read = func is _ATEN._local_scalar_dense.default
+        is_read = func is aten("_local_scalar_dense").default
         draws = torch.Tag.nondeterministic_seeded in func.tags
         if not (is_read or draws) or not _on_meta((args, kwargs)):
             return func(*args, **kwargs)
@@ -109,7 +109,7 @@ class _Refusal(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         draws = torch.Tag.nondeterministic_seeded in func.tags
-        changes = func._schema.is_mutable and self._in_loop()
+        changes = schema_of(func).is_mutable and self._in_loop()
         if (draws or changes) and _on_meta((args, kwargs)):
             raise UsageError(
                 f"random numbers are drawn for {self._name}, of which servers hold rows: give it values before "

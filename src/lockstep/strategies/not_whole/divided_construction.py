@@ -27,12 +27,19 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.collectives import Group, StoredTensor, broadcast_from_rank0, in_memory
 from lockstep.errors import UsageError
 from lockstep.strategies.parts.module_states import checksum, verify_module_states, verify_random_state
+from lockstep.torch_private import (
+    key_of_storage,
+    pytree,
+    schema_of,
+    storage_behind,
+    storage_key,
+    without_torch_function,
+)
 
 #: Tensors of fewer bytes stay whole.
 _LEAST_BYTES: Final = 1 << 10
@@ -248,7 +255,7 @@ class DividedConstruction:
         size = parameter.numel() * parameter.element_size()
         if parameter.is_meta or size < self._least_bytes or not parameter.is_contiguous() or not parameter.dim():
             return None
-        if not storage.resizable() or storage.nbytes() != size or storage._cdata in self._handed_out:
+        if not storage.resizable() or storage.nbytes() != size or key_of_storage(storage) in self._handed_out:
             parameter.data = parameter.data.clone()
         return _Divided(parameter, self._group, has_values=True)
 
@@ -337,8 +344,7 @@ class _Divided:
         self._own = rows.to(device=tensor.device, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
 
     def _storage(self) -> torch.UntypedStorage | None:
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
-        return found
+        return storage_behind(self._reference.cdata)
 
     def _allocated(self) -> torch.Tensor | None:
         """All bytes of the storage, which had none; None if it has them already, or is gone."""
@@ -363,7 +369,7 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunction():
+        with without_torch_function(of_modes=True):
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -397,7 +403,7 @@ class _Escapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _HANDS_OUT_MEMORY:
-            with torch._C.DisableTorchFunction():
+            with without_torch_function(of_modes=True):
                 self._construction.stays_whole(value for value in pytree.tree_leaves(args) if is_plain(value))
         return func(*args, **(kwargs or {}))
 
@@ -410,7 +416,7 @@ def allocates(func: Any) -> bool:
 def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that the operation ``func`` changes in place, or writes to."""
     found = []
-    for place, argument in enumerate(func._schema.arguments):
+    for place, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             found += [tensor for tensor in pytree.tree_leaves(value) if is_plain(tensor)]
@@ -427,7 +433,7 @@ def without_values(name: str, model: nn.Module) -> str:
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
+    key: int = storage_key(tensor)
     return key
 
 

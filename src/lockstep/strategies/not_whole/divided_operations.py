@@ -22,12 +22,20 @@ from torch._decomp import decomposition_table
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Group, translating_peer_errors
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.divided_parameters import GatheredCopy, refuse_write, storage_of
 from lockstep.strategies.parts.module_states import checksum
+from lockstep.torch_private import (
+    aten,
+    custom_handlers,
+    is_made_of_others,
+    op_dispatcher,
+    pytree,
+    schema_of,
+    set_custom_handlers,
+)
 
 _ATEN: Final = torch.ops.aten
 #: They draw random numbers: into their first argument, into a tensor like it, or with its values.
@@ -64,11 +72,18 @@ _NOT_BY_ROWS: Final = frozenset(
 #: By powers with these exponents, too.
 _EXACT_EXPONENTS: Final = (0, 0.5, 1, 2, 3, -1, -2)
 #: In types of two bytes, torch's kernels for CPUs round these once or twice where ``alpha`` is not 1.
-_SCALED_SUMS: Final = (_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, _ATEN._foreach_add, _ATEN._foreach_add_)
+_SCALED_SUMS: Final = (_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, aten("_foreach_add"), aten("_foreach_add_"))
 #: Torch has no rule for these.
 _UNKNOWN_TO_TORCH: Final = (
     *(_ATEN.renorm, _ATEN.renorm_, _ATEN.tril_, _ATEN.triu_, _ATEN.put_, _ATEN.take, _ATEN.masked_scatter_),
-    *(_ATEN._foreach_copy_, _ATEN.searchsorted, _ATEN.bincount, _ATEN.nonzero, _ATEN._unique2, _ATEN._cdist_forward),
+    *(
+        aten("_foreach_copy_"),
+        _ATEN.searchsorted,
+        _ATEN.bincount,
+        _ATEN.nonzero,
+        aten("_unique2"),
+        aten("_cdist_forward"),
+    ),
     *(_ATEN.index_copy_, _ATEN.index_add_, _ATEN.scatter_add_, _ATEN.scatter_reduce_, _ATEN.random_, _ATEN.eye),
     *(_ATEN.trace, _ATEN.dot, _ATEN.vdot, _ATEN.mv, _ATEN.addmv, _ATEN.equal, _ATEN.allclose, _ATEN.unfold),
     *(_ATEN.argmax, _ATEN.argmin),
@@ -77,7 +92,7 @@ _UNKNOWN_TO_TORCH: Final = (
 _LEFT_TO_TORCH: Final = frozenset(
     (
         *(_ATEN.is_same_size.default, _ATEN.is_pinned.default, _ATEN.as_strided.default),
-        _ATEN._amp_foreach_non_finite_check_and_unscale_.default,
+        aten("_amp_foreach_non_finite_check_and_unscale_").default,
     )
 )
 _GATHERING: Final = "reading rows of a divided parameter, as for a norm, which all ranks do or none"
@@ -98,9 +113,9 @@ class DividedOperations:
     def __init__(self, mesh: DeviceMesh, group: Group) -> None:
         self._mesh: Final = mesh
         if not _groups:
-            _of_torch.update(_dispatcher()._custom_op_handlers)
+            _of_torch.update(custom_handlers(op_dispatcher(DTensor)))
             _handlers.update((op, handler) for op, handler in _of_torch.items() if op not in _OPERATIONS)
-            _dispatcher()._custom_op_handlers = _handlers
+            set_custom_handlers(op_dispatcher(DTensor), _handlers)
         _groups[mesh] = group
 
     def handle_scaled_sums(self) -> None:
@@ -111,7 +126,7 @@ class DividedOperations:
         """Leave them to torch again."""
         _groups.pop(self._mesh, None)
         if not _groups:
-            _dispatcher()._custom_op_handlers = dict(_of_torch)
+            set_custom_handlers(op_dispatcher(DTensor), dict(_of_torch))
             for op in {*_of_torch, *_overloads(_SCALED_SUMS)} - _OPERATIONS.keys():
                 _handlers.pop(op, None)
             _of_torch.clear()
@@ -119,10 +134,6 @@ class DividedOperations:
 
 _groups: Final[dict[DeviceMesh, Group]] = {}  # those of what is open; torch has one table for the whole process
 _of_torch: Final[dict[Any, Any]] = {}  # that table as it was before
-
-
-def _dispatcher() -> Any:
-    return DTensor._op_dispatcher
 
 
 def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
@@ -133,17 +144,17 @@ def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
         **dict.fromkeys(_overloads(_DRAWS), _draw),
         **dict.fromkeys(_overloads([_ATEN.fill_]), _fill),
         _ATEN.copy_.default: _copy,
-        _ATEN._local_scalar_dense.default: _item,
+        aten("_local_scalar_dense").default: _item,
         _ATEN.new_empty.default: _new_empty,
         _ATEN.rrelu_with_noise.default: _not_known,
-        _ATEN._linalg_svd.default: _by_another_routine,
-        _ATEN._linalg_eigh.default: _by_another_routine,
+        aten("_linalg_svd").default: _by_another_routine,
+        aten("_linalg_eigh").default: _by_another_routine,
     }
 
 
 def _known_to_torch() -> set[OpOverload]:
     """The operations that torch computes with `DTensor`s in one way or another, and what it has no rule for."""
-    tables = (table for table in vars(DTensor._op_dispatcher.sharding_propagator).values() if isinstance(table, dict))
+    tables = (table for table in vars(op_dispatcher(DTensor).sharding_propagator).values() if isinstance(table, dict))
     known = {op for table in tables for op in table if isinstance(op, OpOverload)}
     known.update(op for op in decomposition_table if isinstance(op, OpOverload))
     known.update(_overloads(_UNKNOWN_TO_TORCH))
@@ -153,15 +164,15 @@ def _known_to_torch() -> set[OpOverload]:
 def _is_by_rows(op: OpOverload) -> bool:
     """Whether torch computes ``op`` as it is to be: by rows; in parts, which are computed by rows; or in new memory."""
     name = op.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
-    in_parts = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    in_parts = is_made_of_others(op)
     return in_parts or (name in _BY_ROWS and op not in _NOT_BY_ROWS) or torch.Tag.inplace_view in op.tags
 
 
 def _computed(op: OpOverload) -> Callable[..., Any]:
-    aliases = [result.alias_info for result in op._schema.returns]
-    if any(alias is not None and not alias.is_write for alias in aliases) or op is _ATEN._unsafe_view.default:
+    aliases = [result.alias_info for result in schema_of(op).returns]
+    if any(alias is not None and not alias.is_write for alias in aliases) or op is aten("_unsafe_view").default:
         return _view
-    gives_tensors = all(isinstance(result.type, torch.TensorType) for result in op._schema.returns)
+    gives_tensors = all(isinstance(result.type, torch.TensorType) for result in schema_of(op).returns)
     return _element_by_element if torch.Tag.pointwise in op.tags and gives_tensors else _whole
 
 
@@ -184,7 +195,7 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
     handler = _of_torch.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
-    handlers = _dispatcher()._custom_op_handlers
+    handlers = custom_handlers(op_dispatcher(DTensor))
     handlers.pop(op, None)  # None: a thread beside this one is at the same operation
     try:
         return op(*args, **kwargs)
@@ -283,7 +294,7 @@ def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
     whole_args, whole_kwargs = pytree.tree_map(whole, (args, kwargs))
     found = op(*whole_args, **whole_kwargs)
-    if op._schema.is_mutable:
+    if schema_of(op).is_mutable:
         return _write(args[0], whole_args[0])
     return pytree.tree_map(lambda one: _divided(one, like), found)
 
@@ -329,7 +340,7 @@ def _not_known(_group: Group, op: Any, args: Any, kwargs: Any) -> NoReturn:
 
 def _by_another_routine(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     """Singular values and eigenvalues: of tensors of a subclass, torch asks for vectors where nobody else does."""
-    if op is _ATEN._linalg_svd.default and (args[1:2] == (True,) or kwargs.get("full_matrices")):
+    if op is aten("_linalg_svd").default and (args[1:2] == (True,) or kwargs.get("full_matrices")):
         return _whole(group, op, args, kwargs)  # nothing but torch.linalg.svd asks for this
     raise UsageError(
         "singular values or eigenvalues of a divided parameter, as by torch.linalg.svd(..., full_matrices=False), "
@@ -342,7 +353,7 @@ def _by_another_routine(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 def _written(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that ``op`` changes."""
     found = []
-    for place, argument in enumerate(op._schema.arguments):
+    for place, argument in enumerate(schema_of(op).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found += pytree.tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name))
     return [tensor for tensor in found if isinstance(tensor, torch.Tensor)]

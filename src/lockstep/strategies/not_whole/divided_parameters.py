@@ -15,9 +15,9 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
+from lockstep.torch_private import pytree, storage_key, without_torch_function
 
 _IN_PLACE_OPERATORS: Final = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 
@@ -78,7 +78,7 @@ class GatheredCopy(DTensor):
         changed = [named.get("out"), *((*args, *named.values())[:1] if writes or named.get("inplace") else ())]
         if any(isinstance(tensor, cls) for tensor in pytree.tree_leaves(changed)):
             refuse_write()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             found = func(*args, **named)
         copies = {storage_of(arg) for arg in args if isinstance(arg, cls)}
         for tensor in pytree.tree_leaves(found):
@@ -89,7 +89,7 @@ class GatheredCopy(DTensor):
 
 def storage_of(tensor: DTensor) -> int:
     """A number that two tensors share if their parts on this rank are in the same memory."""
-    key: int = tensor.to_local().untyped_storage()._cdata
+    key: int = storage_key(tensor.to_local())
     return key
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.divided_parameters import refuse_gradient_hook
 from lockstep.strategies.parts.gradient_accumulation import parameters_of, steps_across_elements
+from lockstep.torch_private import has_gradient_hooks, pytree
 
 SECOND_ORDER: Final = (
     "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
@@ -113,7 +113,7 @@ def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> N
         UsageError: for one that has.
     """
     for name, parameter in model.named_parameters():
-        if parameter not in ignored and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        if parameter not in ignored and has_gradient_hooks(parameter):
             refuse_gradient_hook(f"the parameter {name}")
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lockstep.collectives import local_part
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.partial_models import replaced_parameters
+from lockstep.torch_private import own_parameters, version_of
 
 _PLACEMENTS: Final = (Shard(0),)
 
@@ -59,7 +60,7 @@ class HeldParameters:
         self._places: Final = [
             (module, attribute, f"{paths[module]}.{attribute}".lstrip("."), parameter)
             for module in block.modules()
-            for attribute, parameter in module._parameters.items()
+            for attribute, parameter in own_parameters(module).items()
             if parameter is not None and parameter in wanted
         ]
         self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with its version, which counts changes
@@ -79,7 +80,7 @@ class HeldParameters:
             UsageError: if one of them holds something else.
         """
         for module, attribute, name, parameter in self._places:
-            value = module._parameters.get(attribute)
+            value = own_parameters(module).get(attribute)
             if value is not parameter and (
                 parameter not in self._gathered or value is not self._gathered[parameter][0]
             ):
@@ -100,7 +101,7 @@ class HeldParameters:
                 )
         for _, _, name, parameter in self._places:
             gathered, version = self._gathered.get(parameter, (None, 0))
-            if gathered is not None and gathered._version != version:
+            if gathered is not None and version_of(gathered) != version:
                 self._refuse_write(name, parameter)
 
     def compare_marks(self) -> None:
@@ -136,13 +137,13 @@ class HeldParameters:
 
     def _marks_now(self) -> list[torch.Tensor]:
         """Of each parameter as its module has it: a number that differs if values have been written; on its device."""
-        return [_mark(module._parameters[attribute]) for module, attribute, *_ in self._places]
+        return [_mark(own_parameters(module)[attribute]) for module, attribute, *_ in self._places]
 
     def _note_gathered(self, *_arguments: object) -> None:
         for module, attribute, _, parameter in self._places:
-            value = module._parameters[attribute]
+            value = own_parameters(module)[attribute]
             if value is not None and value is not parameter and not value.is_inference():
-                self._gathered[parameter] = value, value._version
+                self._gathered[parameter] = value, version_of(value)
                 if value.requires_grad:
                     value.register_hook(self._require_own_backward)
         if self._gathered:

@@ -19,11 +19,11 @@ from torch import nn
 from torch._C._distributed_autograd import get_gradients  # what torch.distributed exports, with types
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lockstep.collectives import TreeAccumulator, fold
 from lockstep.errors import UsageError
 from lockstep.strategies.parts.row_shard import RowShard
+from lockstep.torch_private import pytree
 
 EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 Fetch = Callable[[torch.Tensor], torch.Tensor]

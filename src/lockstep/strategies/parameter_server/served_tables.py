@@ -13,6 +13,7 @@ from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable
 from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.strategies.parameter_server.table_construction import TablePart, whole_table
 from lockstep.strategies.parts.sparse_gradients import sparse_parameters
+from lockstep.torch_private import own_buffers
 
 _BLOCK_BYTES = 1 << 24  #: of a table that are sent at once when its rows are handed out
 
@@ -57,7 +58,7 @@ def place_rest(model: nn.Module, device: torch.device) -> None:
             if not isinstance(parameter, TablePart):
                 parameter.data = parameter.data.to(device)
         for name, buffer in module.named_buffers(recurse=False):
-            module._buffers[name] = buffer.to(device)
+            own_buffers(module)[name] = buffer.to(device)
 
 
 def own_rows(

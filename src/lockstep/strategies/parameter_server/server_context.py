@@ -29,6 +29,7 @@ from lockstep.strategies.parts.module_states import checksum
 from lockstep.strategies.parts.sparse_gradients import refuse_sparse
 from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, StrategyContext
+from lockstep.torch_private import version_of
 
 WITHOUT_GRADIENTS: Final = "the loss scale is adapted where gradients are, and workers have none"
 
@@ -135,7 +136,7 @@ class ServerContext:
     def _changes(self, *, looks: bool) -> tuple[int, int | None]:
         """What counts changes in place of a worker's copies; where it ``looks``, a checksum, which tells all."""
         values = zlib.crc32(repr([checksum(parameter) for parameter in self._owners]).encode()) if looks else None
-        return sum(parameter._version for parameter in self._owners), values
+        return sum(version_of(parameter) for parameter in self._owners), values
 
     def _read(self, model: int | None) -> tuple[int, list[torch.Tensor]]:
         return self.store.read(model)

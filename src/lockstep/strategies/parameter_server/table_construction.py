@@ -29,7 +29,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
@@ -37,6 +36,7 @@ from lockstep.strategies.not_whole.divided_construction import SHARE_MEMORY
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parts.module_states import verify_random_state
 from lockstep.strategies.parts.row_shard import rows_of
+from lockstep.torch_private import no_torch_function, pytree, storage_key, wrapper_tensor
 
 _ATEN = torch.ops.aten
 _CPU: Final = torch.device("cpu")
@@ -68,11 +68,11 @@ class TablePart(torch.Tensor):
     @staticmethod
     def __new__(cls: type[Self], shape: tuple[int, ...], held: _Rows) -> Self:
         """A table of ``shape``, of which ``held`` is here."""
-        made: Self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=held.part.dtype, device=_CPU)
+        made: Self = wrapper_tensor(cls, shape, dtype=held.part.dtype, device=_CPU)
         made.held = held
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -181,7 +181,7 @@ class _Allocations(TorchFunctionMode):
 
     def last_is(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has that memory."""
-        return self._last is not None and tensor.untyped_storage()._cdata == self._last.cdata
+        return self._last is not None and storage_key(tensor) == self._last.cdata
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

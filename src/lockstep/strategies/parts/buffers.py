@@ -29,6 +29,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import AllReduce, Group, TreeAccumulator
 from lockstep.errors import LockstepError, UsageError
 from lockstep.strategies.parts.gradient_accumulation import as_real
+from lockstep.torch_private import foreach_add, foreach_add_, foreach_copy_, foreach_sub, own_buffers, version_of
 
 #: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
 _FIRST_STEPS = 2
@@ -100,7 +101,7 @@ class Buffers:
         """
         for i in self._moving:
             owner, name = self._owners[i]
-            owner._buffers[name] = self._buffers[i].clone()
+            own_buffers(owner)[name] = self._buffers[i].clone()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """Restore the base; after the rank's last micro-batch, move it by the mean over the step. Collective then.
@@ -134,7 +135,7 @@ class Buffers:
         """Each buffer once, with a module that holds it and its name there."""
         seen: set[int] = set()
         for module in dict.fromkeys(m for model in self._models for m in model.modules()):
-            for name, buffer in module._buffers.items():
+            for name, buffer in own_buffers(module).items():
                 if buffer is None or id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield module, name, buffer
@@ -172,14 +173,14 @@ class Buffers:
 
     def _begin(self) -> None:
         self._base = [b.detach().clone() for b in self._buffers]
-        self._versions = [b._version for b in self._buffers]
+        self._versions = [version_of(b) for b in self._buffers]
         self._has_nonfinite_base = not _all_finite([b for b in self._base if _has_mean(b)])
         self._fold = self._counts = None
 
     def _restore_registered(self) -> None:
         """Copy what was assigned, as by ``self.mean = 0.9 * self.mean + ...``, into the tensor that is kept in step."""
         for buffer, (owner, name) in zip(self._buffers, self._owners, strict=True):
-            held = owner._buffers.get(name)
+            held = own_buffers(owner).get(name)
             if held is None or held is buffer:
                 continue
             if held.shape != buffer.shape:
@@ -190,9 +191,9 @@ class Buffers:
                 )
             with torch.no_grad():
                 buffer.copy_(held)
-            owner._buffers[name] = buffer
+            own_buffers(owner)[name] = buffer
         for owner, name in self._none:
-            if (held := owner._buffers.get(name)) is not None:
+            if (held := own_buffers(owner).get(name)) is not None:
                 raise UsageError(
                     f"the buffer {name} of {type(owner).__name__} was None when run.model(...) was called and is a "
                     f"tensor of shape {tuple(held.shape)} now: its values would differ between ranks. Register it "
@@ -201,7 +202,7 @@ class Buffers:
 
     def _find_moving(self) -> None:
         self._restore_registered()
-        changed = {i for i, b in enumerate(self._buffers) if b._version != self._versions[i]}
+        changed = {i for i, b in enumerate(self._buffers) if version_of(b) != self._versions[i]}
         if self._by_value:
             unchanged = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
             unversioned = {i for i in unchanged if not same(self._buffers[i], self._base[i])}
@@ -278,7 +279,7 @@ class Buffers:
         with torch.no_grad():
             _copy([self._buffers[i] for i in self._moving], [self._base[i] for i in self._moving])
         for i in self._moving:
-            self._versions[i] = self._buffers[i]._version
+            self._versions[i] = version_of(self._buffers[i])
 
     def _accumulate(self, position: MicroBatchPosition) -> None:
         real = [i for i in self._moving if _has_mean(self._buffers[i])]
@@ -309,7 +310,7 @@ class Buffers:
         """How far this micro-batch has moved each from its base; from zero, where the base is not finite."""
         if self._has_nonfinite_base:
             return [torch.where(b.isfinite(), h - b, h) for h, b in zip(here, base, strict=True)]
-        return list(torch._foreach_sub(here, base)) if here else []
+        return list(foreach_sub(here, base)) if here else []
 
     def _move_base(self, real: Sequence[int], whole: Sequence[int], of: int) -> None:
         """Move the base by the mean over all ranks' micro-batches; integers by what one of them has added.
@@ -345,7 +346,7 @@ class Buffers:
         if of == 1:
             _copy(reals, means)
         else:
-            torch._foreach_add_(reals, means)
+            foreach_add_(reals, means)
         if self._has_nonfinite_base:
             self._has_nonfinite_base = not _all_finite(bases)
 
@@ -363,7 +364,7 @@ class Buffers:
                 )
         bases = [self._base[i] for i in places]
         moves = [most.view(base.shape).to(base.device) for base, most in zip(bases, highs, strict=True)]
-        _copy(bases, list(torch._foreach_add([base.long() for base in bases], moves)))
+        _copy(bases, list(foreach_add([base.long() for base in bases], moves)))
 
     def _named(self, places: Sequence[int] | set[int]) -> str:
         names = [f"{name} of {type(owner).__name__}" for owner, name in (self._owners[i] for i in sorted(places))]
@@ -444,7 +445,7 @@ def _has_mean(buffer: torch.Tensor) -> bool:
 
 def _moves(buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> torch.Tensor:
     """How far whole numbers have moved, in one dimension."""
-    moves = torch._foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
+    moves = foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
     return torch.cat([move.reshape(-1) for move in moves])
 
 
@@ -455,7 +456,7 @@ def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         for some, one in zip(alike.setdefault((to.dtype, value.dtype), ([], [])), (to, value), strict=True):
             some.append(one)
     for some, others in alike.values():
-        torch._foreach_copy_(some, others)
+        foreach_copy_(some, others)
 
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group, TreeAccumulator, local_part
 from lockstep.errors import UsageError
 from lockstep.strategies.parts.sparse_gradients import dense_rows, no_rows, sparse_again
+from lockstep.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
 Tensors = list[torch.Tensor]
 
@@ -122,7 +123,7 @@ class TreeGradientAccumulator:
         """
         unused = [g for p, g in zip(parameters, gradients, strict=True) if p.grad is None]
         if unused:
-            torch._foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
+            foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
         if not self._tree.nodes:
             return [flat]
         places = [self._places[id(p)] for p in parameters]
@@ -230,7 +231,7 @@ def divide_by_counts(target: ParameterSet, samples: int, counted: int) -> None:
     for parameters in target.alike:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:  # a rank may hold none, such as one whose stage trains nothing
-            torch._foreach_mul_(gradients, samples / counted)
+            foreach_mul_(gradients, samples / counted)
 
 
 def require_items(counted: int) -> None:
@@ -259,18 +260,18 @@ def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor
     out = torch.zeros_like(flat)
     start = flat.storage_offset()
     slots = [out.as_strided(v.size(), v.stride(), v.storage_offset() - start) for v in views]
-    torch._foreach_copy_(slots, sums)
+    foreach_copy_(slots, sums)
     return out
 
 
 def add_into_left(left: Tensors, right: Tensors) -> Tensors:
     """``left``, to each of which its counterpart was added."""
-    torch._foreach_add_(left, right)
+    foreach_add_(left, right)
     return left
 
 
 def _add_into_right(left: Tensors, right: Tensors) -> Tensors:
-    torch._foreach_add_(right, left)
+    foreach_add_(right, left)
     return right
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lockstep.collectives import StoredTensor
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.divided_construction import allocates, is_plain, without_values, written_by
+from lockstep.torch_private import own_buffers, own_parameters, storage_key, without_torch_function
 
 _RESETS: Final = ("reset_parameters", "_reset_parameters")
 
@@ -88,7 +89,7 @@ def _leave_meta(model: nn.Module) -> None:
             instead[id(tensor)] = getattr(module, name)
         methods = (getattr(module, name, None) for name in _RESETS)
         reset: Callable[[], object] | None = next(filter(callable, methods), None)
-        if reset is not None and module not in given and (is_new or not module._parameters):
+        if reset is not None and module not in given and (is_new or not own_parameters(module)):
             reset()
     for _, owner in _inner_first(model):
         initialise: Callable[[nn.Module], object] | None = getattr(owner, "_init_weights", None)
@@ -100,7 +101,7 @@ def _leave_meta(model: nn.Module) -> None:
 
 def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters and buffers of ``module`` itself, by name."""
-    return [(n, t) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None]
+    return [(n, t) for n, t in (*own_parameters(module).items(), *own_buffers(module).items()) if t is not None]
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,13 +196,13 @@ class _Written(TorchDispatchMode):
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether some element of ``tensor`` has been given a value, while both were there."""
-        return tensor.untyped_storage()._cdata in self._storages
+        return storage_key(tensor) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            self._storages.update(t.untyped_storage()._cdata for t in written_by(func, args, kwargs))
+        with without_torch_function(of_modes=True):
+            self._storages.update(storage_key(t) for t in written_by(func, args, kwargs))
             if allocates(func) and is_plain(out):  # where another storage may have been before
-                self._storages.discard(out.untyped_storage()._cdata)
+                self._storages.discard(storage_key(out))
         return out

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lockstep.collectives import StoredTensor, TensorShard
 from lockstep.errors import UsageError
+from lockstep.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True)

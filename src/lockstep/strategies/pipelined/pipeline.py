@@ -78,6 +78,7 @@ from lockstep.strategies.pipelined.stage_reduction import StageReduction
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import LossStrategy, ReplicaAssignment, Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import CHUNKS, PipelineOptions
+from lockstep.torch_private import version_of
 
 _SCHEDULES: Final[dict[str, Any]] = {
     "gpipe": ScheduleGPipe,
@@ -205,7 +206,7 @@ class Pipeline(LossStrategy):
                 )
             )
         followed = {id(b) for stage in self._stages for b in stage.in_training.buffers()}
-        self._unfollowed = [(n, b, b._version) for n, b in model.named_buffers() if id(b) not in followed]
+        self._unfollowed = [(n, b, version_of(b)) for n, b in model.named_buffers() if id(b) not in followed]
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # The ranks of the same stages in each replica are as far apart as a replica has ranks.
         self._layout.setup_model(model, lambda name: range(rank_of.get(name, 0), self._context.group.size, ranks))
@@ -398,7 +399,7 @@ class Pipeline(LossStrategy):
         """After the last micro-batch, move the stages' buffers by the mean over the step. Collective then."""
         if position.last:
             for name, buffer, version in self._unfollowed:
-                if buffer._version != version:
+                if version_of(buffer) != version:
                     raise UsageError(
                         f"the buffer {name} was changed by a stage whose forward pass does not use it, as where a hook "
                         "writes to a buffer of another module, which may lie on another rank: let the module that "
@@ -424,7 +425,7 @@ class Pipeline(LossStrategy):
 
     def resync(self) -> None:
         """Start from the buffers that models hold."""
-        self._unfollowed = [(name, buffer, buffer._version) for name, buffer, _ in self._unfollowed]
+        self._unfollowed = [(name, buffer, version_of(buffer)) for name, buffer, _ in self._unfollowed]
         for stage in self._stages:
             stage.running_buffers.resync()
 

@@ -12,6 +12,7 @@ from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.absent_parameters import draw_alike
 from lockstep.strategies.not_whole.partial_models import mark_absent, refuse_copies
 from lockstep.strategies.pipelined.stage import Stage
+from lockstep.torch_private import own_buffers, own_parameters, set_call
 
 T = TypeVar("T")
 
@@ -71,15 +72,15 @@ def prepare_in_place(
             stage.in_evaluation.compile(*args, **kwargs)
 
     # Torch keeps here what `nn.Module.compile` makes, for calls alone: no file has it.
-    model._compiled_call_impl = PipelinedCall(model, evaluate)
+    set_call(model, PipelinedCall(model, evaluate))
     model.compile = compile_stages  # type: ignore[method-assign]
     refuse_copies(model, "pipeline")
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        own = [name for name in (*module._parameters, *module._buffers) if prefix + name in absent]
+        own = [name for name in (*own_parameters(module), *own_buffers(module)) if prefix + name in absent]
         if own:
             mark_absent(module, own, "pipeline")
-            for parameter in (module._parameters.get(name) for name in own):
+            for parameter in (own_parameters(module).get(name) for name in own):
                 if parameter is not None:
                     draw_alike(parameter, device)
 
@@ -114,7 +115,7 @@ def keep_own_tensors(
     instead: dict[int, torch.Tensor] = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for name, parameter in module._parameters.items():
+        for name, parameter in own_parameters(module).items():
             if parameter is None:
                 continue
             restore(parameter)
@@ -125,9 +126,9 @@ def keep_own_tensors(
                 instead[id(parameter)] = nn.Parameter(
                     torch.empty_like(parameter, device="meta"), parameter.requires_grad
                 )
-            module._parameters[name] = instead[id(parameter)]
-        for name, buffer in module._buffers.items():
+            own_parameters(module)[name] = instead[id(parameter)]
+        for name, buffer in own_buffers(module).items():
             if buffer is not None:
-                module._buffers[name] = instead.setdefault(
+                own_buffers(module)[name] = instead.setdefault(
                     id(buffer), buffer.to(device) if prefix + name in names else torch.empty_like(buffer, device="meta")
                 )

@@ -26,6 +26,7 @@ from lockstep.strategies.parts.gradient_accumulation import (
 )
 from lockstep.strategies.parts.random_state import random_state, set_random_state
 from lockstep.strategies.pipelined.random_states import RandomStates
+from lockstep.torch_private import is_view
 
 Losses = list[tuple[int, torch.Tensor]]
 TensorSpec = tuple[tuple[int, ...], torch.dtype, bool]
@@ -283,7 +284,7 @@ class Stage(nn.Module):
 
     def _detachable(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, from which torch can detach its history in place, as split passes do: a view does not allow it."""
-        return value.clone() if self.splits_backward and value._is_view() and value.requires_grad else value
+        return value.clone() if self.splits_backward and is_view(value) and value.requires_grad else value
 
 
 def fold_passes(computed: PipelineStage, stage: Stage) -> None:

@@ -46,6 +46,7 @@ from lockstep.strategies.replicated.powersgd import PowerSGD
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, StatePart, Strategy, StrategyContext
 from lockstep.strategy_kinds import DdpOptions
+from lockstep.torch_private import require_ddp, version_of
 
 #: MiB of gradients exchanged at once. Between processes of one machine gloo is fastest near 1 MiB and its link is slow,
 #: so small buckets overlap best; between GPUs a bucket of torch's default size uses the link well.
@@ -66,6 +67,7 @@ def open_strategy(context: StrategyContext, options: DdpOptions) -> Strategy:
     """The strategy ``ddp``; one rank alone needs none, and has nothing to compress. Collective."""
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
+    require_ddp()
     if options.compress != "none" and context.exact:
         context.say(f"compress={options.compress}: the bits of the trained model depend on the number of ranks")
     return Ddp(
@@ -354,7 +356,7 @@ class Ddp(Strategy):
                 "run.model(model, find_unused_parameters=True), which costs a little in each step"
             )
         for bucket in reduction.started:
-            if bucket.flat._version != bucket.version:
+            if version_of(bucket.flat) != bucket.version:
                 names = [self._names.get(id(p), "?") for p in bucket.parameters]
                 raise UsageError(
                     f"parameters got more gradient after theirs was sent, among them some of {', '.join(names[:5])}: "

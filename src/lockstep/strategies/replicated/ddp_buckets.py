@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import GradBucket  # what torch.distributed expo
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.strategies.parts.gradient_accumulation import TreeGradientAccumulator
+from lockstep.torch_private import foreach_copy_, version_of
 
 _ALIGNMENT: Final = 64
 
@@ -43,7 +44,7 @@ class BucketReduction:
             self.deferred[model, bucket.index()] = begin
         else:
             begin()
-        self.started.append(StartedBucket(model, bucket.buffer(), bucket.buffer()._version, bucket.parameters()))
+        self.started.append(StartedBucket(model, bucket.buffer(), version_of(bucket.buffer()), bucket.parameters()))
 
     def start_deferred(self) -> None:
         """Start the sums that had to wait for the end of the backward pass, in the order of models and buckets."""
@@ -67,7 +68,7 @@ def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
     moved = [p for p in parameters if p.grad is not None and p.grad.storage_offset() * p.grad.itemsize % _ALIGNMENT]
     if moved:
         aligned = [torch.empty_like(cast(torch.Tensor, p.grad)) for p in moved]
-        torch._foreach_copy_(aligned, [cast(torch.Tensor, p.grad) for p in moved])
+        foreach_copy_(aligned, [cast(torch.Tensor, p.grad) for p in moved])
         for parameter, gradient in zip(moved, aligned, strict=True):
             parameter.grad = gradient
 

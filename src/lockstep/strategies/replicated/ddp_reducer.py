@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.collectives import Group
 from lockstep.strategies.parts.gradient_accumulation import TreeGradientAccumulator
 from lockstep.strategies.parts.sparse_gradients import sparse_parameters
+from lockstep.torch_private import delay_all_reduce, inside_forward, leave_out, rebuild_buckets, set_static_graph
 
 # Torch 2.13 gave the argument a new name, and warns of the old one.
 _BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
@@ -105,7 +106,7 @@ class DdpReducer:
         if not trained:
             return
         sparse = list(sparse_parameters(self.model).values())
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.model, sparse)
+        leave_out(self.model, sparse)
         self._ddp = ReducedByRun(
             self.model,
             device_ids=self._device_ids,
@@ -122,11 +123,11 @@ class DdpReducer:
     def begin_step(self) -> None:
         """Before the first forward pass of a step: after the first step, DDP lays out its buckets again. Collective."""
         if self._ddp is not None:
-            self._ddp.reducer._rebuild_buckets()
+            rebuild_buckets(self._ddp)
 
     def inside_forward(self) -> AbstractContextManager[Any]:
         """A context for a forward pass: what torch.compile compiles in it is cut where buckets end."""
-        return nullcontext() if self._ddp is None else self._ddp._inside_ddp_forward()
+        return nullcontext() if self._ddp is None else inside_forward(self._ddp)
 
     def expect_backward(self, accumulator: TreeGradientAccumulator, loss: torch.Tensor) -> None:
         """The backward pass of ``loss`` comes next, in which the gradients are summed over ranks."""
@@ -134,7 +135,7 @@ class DdpReducer:
         if self._first_static_step:
             # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it
             # would wait for too many later.
-            self._ddp._set_static_graph()  # type: ignore[no-untyped-call]
+            set_static_graph(self._ddp)
         if self.find_unused_parameters:
             accumulator.fill_missing(self.trained)
         # DDP's own forward pass would prepare for sums in each pass, and fail later where no backward pass follows, as
@@ -149,5 +150,5 @@ class DdpReducer:
         """
         unseen = self.find_unused_parameters and not has_begun
         if self._ddp is not None and (self._first_static_step or unseen):
-            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+            delay_all_reduce(self._ddp)
         self._first_static_step = False

@@ -24,6 +24,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import Strategy, StrategyContext
 from lockstep.strategy_kinds import DpOptions
+from lockstep.torch_private import plain_call, set_call
 
 
 def open_strategy(context: StrategyContext, options: DpOptions) -> Strategy:
@@ -72,7 +73,7 @@ def _call_instead(model: nn.Module, call: Callable[..., Any]) -> None:
 
     Torch keeps here what `nn.Module.compile` makes, for calls alone: no copy and no file has it.
     """
-    model._compiled_call_impl = call
+    set_call(model, call)
     model.compile = _refuse_compile  # type: ignore[method-assign]
 
 
@@ -105,10 +106,10 @@ class CpuDataParallel:
         """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
         parts = _divided((inputs, more), self._threads)
         if len(parts) < 2:
-            return self._module._call_impl(*inputs, **more)
+            return plain_call(self._module)(*inputs, **more)
         # Copies share the parameters, so all gradients arrive at the same ones; all else is their own.
         shared = {id(parameter): parameter for parameter in self._module.parameters()}
-        modules = [self._module._call_impl, *(copy.deepcopy(self._module, dict(shared)) for _ in parts[1:])]
+        modules = [plain_call(self._module), *(copy.deepcopy(self._module, dict(shared)) for _ in parts[1:])]
         # Modes of the thread that calls are not those of a new one.
         gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
         formats = torch.is_autocast_enabled("cpu")

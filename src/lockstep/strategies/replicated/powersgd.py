@@ -30,6 +30,7 @@ from lockstep.collectives import Group, RankOrderAllReduce, TensorShard
 from lockstep.seeding import seed_of
 from lockstep.strategies.replicated.compression import Compression
 from lockstep.strategies.strategy import StateDict
+from lockstep.torch_private import foreach_add_, foreach_copy_
 
 
 class PowerSGD(Compression):
@@ -122,13 +123,13 @@ class PowerSGD(Compression):
 
         ps = []
         for stack, own_gradients in zip(stacks, stack_gradients, strict=True):
-            torch._foreach_add_(stack.errors_as(own_gradients), own_gradients)
+            foreach_add_(stack.errors_as(own_gradients), own_gradients)
             ps.append(torch.bmm(stack.q, stack.error.mT))
         message, pieces = _packed([*vectors, *ps])
         self._sums.begin(message)
         self._sums.finish()
         if vectors:
-            torch._foreach_copy_(vectors, pieces[: len(vectors)])
+            foreach_copy_(vectors, pieces[: len(vectors)])
 
         own = []
         for stack, p, summed in zip(stacks, ps, pieces[len(vectors) :], strict=True):

@@ -28,6 +28,7 @@ from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.sharded import fully_sharded
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import FsdpOptions, ZeroOptions
+from lockstep.torch_private import require_ddp
 
 
 def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
@@ -36,6 +37,7 @@ def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
         return fully_sharded.open_strategy(context, FsdpOptions(reshard="step"), "zero:stage=2")
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
+    require_ddp()
     replicas = Ddp(context.group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb)
     return Zero(context.group, replicas, open_owner_broadcast(context.group))
 

@@ -79,6 +79,7 @@ from lockstep.strategies.sharded.wrapping import BlockCompiler, blocks_of, ignor
 from lockstep.strategies.strategy import ReplicaAssignment, StatePart, Strategy, StrategyContext
 from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from lockstep.strategy_kinds import FsdpOptions
+from lockstep.torch_private import require_divided
 
 #: What torch says of operations that it does not compute with `DTensor`s.
 #: In what blocks are gathered and computed, by the word of the option `mixed`.
@@ -102,6 +103,7 @@ def open_strategy(context: StrategyContext, options: FsdpOptions, name: str = "f
             exact=context.exact,
             prepare=lambda model: _compile_by_block(model, blocks_of(model, options.wrap), gathered=False),
         )
+    require_divided(DTensor)
     return FullySharded(context, options, context.group.size, name)
 
 

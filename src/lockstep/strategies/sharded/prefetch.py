@@ -6,6 +6,8 @@ from typing import Final
 
 from torch.distributed.fsdp import FSDPModule
 
+from lockstep.torch_private import gather_aside
+
 
 class Prefetch:
     """Has blocks gathered ahead, by torch's explicit prefetching.
@@ -39,5 +41,5 @@ class Prefetch:
             block.set_modules_to_forward_prefetch(self._called[place + 1 : place + 1 + self._ahead])
             block.set_modules_to_backward_prefetch(self._called[max(0, place - self._ahead) : place][::-1])
             if self._over_cpu:
-                block._set_unshard_async_op(True)
+                gather_aside(block)
         self._called = []

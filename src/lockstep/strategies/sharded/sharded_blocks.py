@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from lockstep.collectives import Group
 from lockstep.strategies.not_whole.held_parameters import HeldParameters
 from lockstep.strategies.sharded.prefetch import Prefetch
+from lockstep.torch_private import knows_its_root
 
 
 class ShardedBlocks:
@@ -100,7 +101,7 @@ class ShardedBlocks:
         for root in self._roots:
             # Torch 2.11 has no such method; there, what it remembers of the pass is replaced by the next one's. Before
             # the first forward pass, there is nothing to reset, and torch's own attributes are missing.
-            if hasattr(root, "reset_iter_state") and root._get_fsdp_state()._is_root is not None:
+            if hasattr(root, "reset_iter_state") and knows_its_root(root):
                 root.reset_iter_state()
         self.reshard()
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.errors import SettingError
+from lockstep.torch_private import own_buffers
 
 #: Their forward pass reads the parameters of modules inside without calling those.
 _INDIVISIBLE: Final = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -131,14 +132,14 @@ class _Recomputed:
 @contextlib.contextmanager
 def _buffers_aside(block: nn.Module) -> Iterator[None]:
     """A context in which copies of buffers are changed instead of the buffers."""
-    held = [(m, name, b) for m in block.modules() for name, b in m._buffers.items() if b is not None]
+    held = [(m, name, b) for m in block.modules() for name, b in own_buffers(m).items() if b is not None]
     for module, name, buffer in held:
-        module._buffers[name] = buffer.clone()
+        own_buffers(module)[name] = buffer.clone()
     try:
         yield
     finally:
         for module, name, buffer in held:
-            module._buffers[name] = buffer
+            own_buffers(module)[name] = buffer
 
 
 def _number(wrap: str) -> int | None:

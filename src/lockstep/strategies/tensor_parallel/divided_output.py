@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from lockstep.errors import UsageError
+from lockstep.torch_private import without_torch_function
 
 #: They cut a dimension into parts; with the place of that dimension among their arguments, and its default.
 _CUTS: Final = {"chunk": (2, 0), "split": (2, 0), "split_with_sizes": (2, 0), "tensor_split": (2, 0), "glu": (1, -1)}
@@ -65,7 +66,7 @@ class DividedOutput(torch.Tensor):
                 _check_sizes(args[0], args[1:])
             elif name == "unflatten" and len(args) > 2 and args[1] in (-1, args[0].dim() - 1):
                 _check_sizes(args[0], (*args[0].shape[:-1], *args[2]))
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             return func(*args, **kwargs)
 
 

@@ -22,6 +22,7 @@ from lockstep.strategies.tensor_parallel import tensor_plan
 from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision
+from lockstep.torch_private import own_parameters, set_parameters
 
 
 class DividedRegion:
@@ -149,16 +150,16 @@ class _Summed:
         self._module, self._group, self._forward = module, group, module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        held = self._module._parameters
+        held = own_parameters(self._module)
         # In place of each parameter, for this call: what sums the gradient over ranks before it reaches the parameter.
-        self._module._parameters = {
-            name: None if parameter is None else self._group.to_each_rank(parameter)  # type: ignore[misc]
-            for name, parameter in held.items()
+        divided = {
+            name: None if parameter is None else self._group.to_each_rank(parameter) for name, parameter in held.items()
         }
+        set_parameters(self._module, divided)
         try:
             return self._forward(*args, **kwargs)
         finally:
-            self._module._parameters = held
+            set_parameters(self._module, held)
 
 
 def compute_in_parallel(

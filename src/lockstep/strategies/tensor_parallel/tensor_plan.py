@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from lockstep.collectives import StoredTensor, TensorShard
 from lockstep.errors import UsageError
+from lockstep.torch_private import own_parameters
 
 COLWISE: Final = "colwise"
 COLWISE_GATHERED: Final = "colwise_gather_output"
@@ -180,7 +181,7 @@ def _divisible(model: nn.Module) -> list[str]:
 
 def _inside(name: str, module: nn.Module) -> list[str]:
     """The modules with parameters of their own inside of the one of that name."""
-    return [n for n, inner in module.named_modules(prefix=name) if inner is not module and inner._parameters]
+    return [n for n, inner in module.named_modules(prefix=name) if inner is not module and own_parameters(inner)]
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -223,7 +224,11 @@ def _check_layer(name: str, style: str, module: nn.Module, *, read_around: bool)
             f"tensor_plan: {name} lies in a module of torch that reads its weight without calling it; write the "
             "attention with layers of its own for queries, keys and values, or leave it out"
         )
-    if not isinstance(module, kind) or type(module).forward is not kind.forward or "weight" not in module._parameters:
+    if (
+        not isinstance(module, kind)
+        or type(module).forward is not kind.forward
+        or "weight" not in own_parameters(module)
+    ):
         raise UsageError(
             f"tensor_plan: {name} as {style}, and it is a {type(module).__name__}: that is for nn.{kind.__name__}, "
             "with its own forward pass and a weight that is a parameter"
