@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Self
 
 from lockstep.memory_use import UNKNOWN, MemoryUse
@@ -37,6 +38,11 @@ class SourceLine:
     file: str
     line: int
     function: str
+
+    @property
+    def short(self) -> str:
+        """The file's name and the line, as ``train.py:12``; empty for no line."""
+        return f"{Path(self.file).name}:{self.line}" if self.file else ""
 
 
 @dataclass(frozen=True, slots=True)

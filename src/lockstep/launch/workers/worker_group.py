@@ -461,6 +461,6 @@ class WorkerGroup:
 
 def _row(rank: Waiting) -> RankStatus:
     beat = rank.beat
-    source = f"{Path(beat.place.file).name}:{beat.place.line}" if beat.place.file else ""
+    source = beat.place.short
     place = f"{source} {beat.call}".strip()
     return RankStatus(beat.rank, beat.step, beat.phase, place, rank.waits, rank.silent_s, beat.memory)

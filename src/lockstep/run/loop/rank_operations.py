@@ -9,7 +9,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 import numpy as np
@@ -18,12 +17,12 @@ import torch
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError, UsageError
+from lockstep.heartbeat import find_user_frame
 from lockstep.run.metrics.metric_means import PassMetrics
 from lockstep.world import World
 
 T = TypeVar("T")
 _NO_DEADLINE_S = 7 * 24 * 3600.0
-_PACKAGE = __name__.rpartition(".")[0]
 
 
 class RankOperations:
@@ -181,8 +180,5 @@ def _length(item: object) -> int | None:
 
 
 def _caller() -> str:
-    """The user's file and line that called: the first frame outside of this package."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    """The user's file and line that called."""
+    return find_user_frame(sys._getframe())[0].short

@@ -22,7 +22,6 @@ from lockstep.collectives import Group, KeyValueStore
 from lockstep.errors import LockstepError, MismatchError, UsageError
 from lockstep.formatting import format_ranks
 from lockstep.heartbeat import find_user_frame, is_users
-from lockstep.heartbeat_message import SourceLine
 
 _WENT_ON: Final = "went on"
 _POLL_S: Final = 0.1
@@ -145,7 +144,7 @@ class LeaveAgreement:
                 if self._at == at and at[1] > left_after:
                     self._joins = True
                     frame = sys._current_frames().get(self._main)
-                    place = "" if frame is None else _place(find_user_frame(frame)[0])
+                    place = "" if frame is None else find_user_frame(frame)[0].short
                     self._parted = _parted(self._gather(Leave(_WENT_ON, at[1] - 1, place)))
                     return
         except (LockstepError, RuntimeError):
@@ -160,11 +159,7 @@ def _user_line(error: BaseException | None) -> str:
         if is_users(trace.tb_frame.f_code.co_filename):
             lines.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
         trace = trace.tb_next
-    return lines[-1] if lines else _place(find_user_frame(sys._getframe())[0])
-
-
-def _place(line: SourceLine) -> str:
-    return f"{Path(line.file).name}:{line.line}" if line.file else ""
+    return lines[-1] if lines else find_user_frame(sys._getframe())[0].short
 
 
 def _told(leave: Leave) -> str:
