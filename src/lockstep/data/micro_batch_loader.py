@@ -79,6 +79,16 @@ class MicroBatchLoader(Protocol):
         """
         return None
 
+    def is_outdated(self, *, ahead: bool) -> bool:
+        """Whether the open pass may have read samples of later steps before the script has changed the data set.
+
+        Not known of a stream, in which no rank can go back.
+
+        Args:
+            ahead: whether micro-batches are on their way to the device before the loop asks for them.
+        """
+        return False
+
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
         """This rank's block of the micro-batches of ``epoch(0)``, for a pass in which no step is finished together.
 

@@ -33,6 +33,9 @@ class BatchSource(Protocol):
     def look(self, indices: list[int]) -> int:
         """A checksum of the samples at ``indices``. Ends an open pass."""
 
+    def is_outdated(self, *, ahead: bool) -> bool:
+        """See `MicroBatchLoader.is_outdated`."""
+
     def close(self) -> None:
         """No loader process runs afterwards. May be called twice."""
 
@@ -82,6 +85,10 @@ class IndexedLoader(MicroBatchLoader):
         steps = self.steps(epoch)
         position = self.plan.position(step, steps.step_samples(step), index, last=False)
         return next(self._source.read(LoaderPass(epoch, steps, lambda: iter((position,)))))
+
+    @override
+    def is_outdated(self, *, ahead: bool) -> bool:
+        return self._source.is_outdated(ahead=ahead)
 
     @override
     def evaluation(self, *, padding: Padding) -> Iterator[MicroBatch]:
@@ -147,6 +154,10 @@ class TensorSource(BatchSource):
     def look(self, indices: list[int]) -> int:
         self._columns = columns = self._columns_now()
         return checksum(columns.take(columns.arranged(torch.tensor(indices))))
+
+    @override
+    def is_outdated(self, *, ahead: bool) -> bool:
+        return DatasetMarks(self._dataset).differ_from(self._marks)
 
     def _columns_now(self) -> TensorColumns:
         """Those that it has, or others that the script has put into it since the last pass."""
@@ -224,6 +235,12 @@ class SampleSource(BatchSource):
             return checksum(next(self._from_processes()))
         finally:
             self._sampler.few = []
+
+    @override
+    def is_outdated(self, *, ahead: bool) -> bool:
+        if self._reads_here or self._marks is None:
+            return ahead
+        return DatasetMarks(self._dataset).differ_from(self._marks)
 
     def _from_processes(self) -> Iterator[Data]:
         """What loader processes give for the picks of the sampler."""

@@ -69,12 +69,20 @@ class CheckedSteps:
     replays: bool = True  #: whether a micro-batch of each is replayed
     of_others: bool = False  #: whether each second one replays another rank's micro-batch
     audits: AuditedSteps | None = None  #: which are audited instead
+    after: int = 0  #: steps of the pass that came before the first one here
+
+    def later(self, steps: int) -> CheckedSteps:
+        """The same steps, counted from one that comes so many steps later in the pass."""
+        audits = self.audits and replace(self.audits, done=self.audits.done + steps)
+        return replace(self, after=self.after + steps, audits=audits)
 
     def __contains__(self, step: int) -> bool:
+        step += self.after
         return step < self.first or (self.every > 0 and step > 0 and step % self.every == 0)
 
     def is_second(self, step: int) -> bool:
         """Whether the checked ``step`` is one of each second, which replay in another way."""
+        step += self.after
         return (step if step < self.first else self.first + step // self.every) % 2 == 1
 
 

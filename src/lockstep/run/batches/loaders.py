@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.checkpoint import StateTree
 from lockstep.data import (
+    CheckedSteps,
     MicroBatch,
     MicroBatchLoader,
     Padding,
@@ -41,6 +42,9 @@ class _OpenPass:
     batches: Iterator[MicroBatch]
     order: int
     step: int | None  #: the next one; None: it is within one
+    checks: CheckedSteps  #: counted from the step with which `batches` began
+    first: int  #: that step
+    is_outdated: bool = False  #: `batches` are to be read again from the next step on
 
 
 class Loaders:
@@ -201,8 +205,9 @@ class Loaders:
         held = self._passes.get(id(loader))
         if held is None or held.step != step or held.order != order:
             checks = self._checks.begin_pass(self._context.position.progress.step, loader.plan)
-            batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
-            held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step)
+            held = self._open_pass(loader, order, step, found, checks)
+        elif held.is_outdated:
+            held = self._open_pass(loader, order, step, found, held.checks.later(step - held.first))
         held.step = None  # if the script leaves it in the middle of the step, it cannot go on
         for batch in held.batches:
             if batch.position.last:
@@ -211,6 +216,23 @@ class Loaders:
                 return
             yield batch
         self._passes.pop(id(loader), None)
+
+    def _open_pass(
+        self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound, checks: CheckedSteps
+    ) -> _OpenPass:
+        batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
+        held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step, checks, step)
+        return held
+
+    def take_up(self, loaders: Sequence[MicroBatchLoader]) -> None:
+        """The script goes on with passes that it had left: samples are read again if it has changed a data set since.
+
+        Each rank decides for itself, as each reads ahead by its own loader processes.
+        """
+        for loader in loaders:
+            held = self._passes.get(id(loader))
+            if held is not None and loader.is_outdated(ahead=self._context.device.type == "cuda"):
+                held.is_outdated = True
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
         """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.

@@ -61,6 +61,7 @@ class BodyChanges:
         self._functions: Final[set[tuple[int, ...]]] = set()
         # What is changed when a step is done, and perhaps out of bodies.
         self._elsewhere: Final[set[tuple[int, str]]] = set()
+        self._at_steps: Final[dict[tuple[int, str], int]] = {}  # the lines that do so within a pass
 
     def enter(self, context: Context) -> None:
         """Note what a function changes; most of it, if a body runs it."""
@@ -72,6 +73,7 @@ class BodyChanges:
             if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
                 reads = (*change.value, *change.conditions)
                 self._reads.setdefault(place.slot, []).append((context, reads))
+                self._note_at_step(context, place, change)
         for change in context.reads.changes:
             if context.is_dead(change.guards):
                 continue
@@ -96,10 +98,16 @@ class BodyChanges:
                 continue
             is_bodys = context.covers(use.line) and not asks_step(context, use.conditions)
             for path, from_itself in _drawn(context, use):
+                if (place := context.place_of(path)) is not None:
+                    self._note_at_step(context, place, use)
                 if is_bodys:
                     self._add(context, path, use, from_itself=from_itself, anew=not from_itself)
-                elif (place := context.place_of(path)) is not None and _within_pass(context, use.line):
+                elif place is not None and _within_pass(context, use.line):
                     self._elsewhere.add(place.slot)
+
+    def _note_at_step(self, context: Context, place: Place, at: Change | Use) -> None:
+        if context.at_step or (context.covers(at.line) and asks_step(context, at.conditions)):
+            self._at_steps.setdefault(place.slot, at.line)
 
     def _add(
         self,
@@ -137,6 +145,10 @@ class BodyChanges:
         """Whether bodies change a place from what it was, and nothing else does as far as is known."""
         seen = self._seen.get(place.slot, ())
         return bool(seen) and place.slot not in self._elsewhere and all(one.from_itself for one in seen)
+
+    def line_at_step(self, place: Place) -> int:
+        """The line by which a place is changed within a pass where a step is done; 0 for none."""
+        return self._at_steps.get(place.slot, 0)
 
     def line_of(self, place: Place, *, always: bool) -> int:
         """The line by which bodies change a place from what it was; 0 for none.

@@ -95,6 +95,7 @@ class InputFollower:
         tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
         self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors)}
         self.changes: Final = BodyChanges()
+        self._of_samples: Final[dict[tuple[int, str], Place]] = {}  # places that samples are computed from
         self._sources: Final = state.sample_sources
         self._schedulers: Final = schedulers
         self._left: int = _MOST
@@ -331,6 +332,13 @@ class InputFollower:
 
     def find_carried_within(self, *, always: bool = False) -> None:
         """The same of what functions change that a body calls: where only some bodies do so, or ``always``."""
+        for place in self._of_samples.values():
+            if line := self.changes.line_at_step(place):
+                self._note_carried(
+                    f"{place.text}, which {_SAMPLE} is computed from, is changed in line {line} when a step is done: "
+                    "samples of later steps may have been read by then, in loader processes that copied the data set "
+                    "(change the data set between two passes over it, or the batch in the loop's body)"
+                )
         for key, (place, what) in self.found.places.items():
             if self.changes.is_bodys(place):
                 self.found.of_bodies.add(key)
@@ -383,7 +391,8 @@ class InputFollower:
         whole = call._replace(attribute="")
         use = next((one for one in context.reads.uses if one.line == call.line and one.read == whole), None)
         at = use or context.reads.statement_at(call.line)
-        in_body = runs_in_body(context, call) and not (per_step or (at and asks_step(context, at.conditions)))
+        asks = at is not None and asks_step(context, at.conditions)
+        in_body = runs_in_body(context, call) and not (per_step or asks)
         key = function.__code__, tuple(id(one.value) for one in arguments.values()), samples or in_body
         if key in self._running:
             yield None
@@ -398,6 +407,7 @@ class InputFollower:
             arguments=arguments,
             depth=context.depth + 1,
             in_body=samples or in_body,
+            at_step=context.at_step or per_step or (asks and runs_in_body(context, call)),
             running=context.running,
             unsettled=context.unsettled,
             # Two bodies show no difference of samples.
@@ -450,6 +460,8 @@ class InputFollower:
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
         if given.kind in NOTED and not is_known:
             self.found.note(place, given.what)
+            if given.what == _SAMPLE:
+                self._of_samples[place.slot] = place
 
     def _take_made(
         self,

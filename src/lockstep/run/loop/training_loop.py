@@ -275,6 +275,7 @@ class TrainingLoop:
             return not self._start.finish_resume()
         may_take_up = not isinstance(self._context.strategy, ServerStrategy)
         self._passes.begin(names, site, may_take_up=may_take_up)
+        self._loaders.take_up(loaders)
         self._set_plan(loaders, names)
         # A step whose loop was left by `break` ends here: a resume goes on in this pass.
         self._position.is_left = False

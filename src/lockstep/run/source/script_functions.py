@@ -50,6 +50,7 @@ class Context:
     depth: int = 0
     in_body: bool = False  #: whether a body runs it, or it runs the loop
     sometimes: bool = False  #: not in each body
+    at_step: bool = False  #: whether it runs where `Run.step` said that a step is done, within a pass
     unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
     calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
 
