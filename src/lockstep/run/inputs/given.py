@@ -29,6 +29,8 @@ _PARTS: Final = {
     ("values",),
     ("items",),
 }
+_CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
+_VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 
 
@@ -63,7 +65,7 @@ def _given_in(
     path = call.function[0] if len(call.function) == 1 else None
     method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
     owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
-    what = f"{path.text}(...)" if isinstance(path, Path) else ""
+    what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     if is_run(owner):
         if method in follower.steps:
             hooks = Lines(call.line, call.line)
@@ -88,7 +90,8 @@ def _given_in(
     writes = (
         id(owner) in follower.trained
         or (is_torchs_change(context, call) and _is_given_trained(follower, context, call))
-        or (isinstance(path, Path) and in_place(method) and _is_of_trained(follower, context, path.owner))
+        or (in_place(call.method) and any(_is_of_trained(follower, context, each) for each in _changed_by(call)))
+        or (isinstance(path, Path) and method in _CHANGES and _is_of_optimizer(context, path.owner))
     )
     if writes and not (callees or is_module):
         yield Given("write", what, where, (*call.every, *conditions))
@@ -123,7 +126,20 @@ def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> 
             is_method = isinstance(read, Call) and bool(of.attributes)
             if id(context.value_of(of.owner if is_method else of)) in follower.trained:
                 return True
+        if isinstance(read, Call) and _is_given_trained(follower, context, read):
+            return True
     return False
+
+
+def _changed_by(call: Call) -> Iterator[Path]:
+    """What a method in place may change: ``p`` of ``p.mul_(x).add_(y)``, ``o.state`` of ``o.state[p].zero_()``."""
+    for read in flat(call.function):
+        if isinstance(read, Path):
+            yield read
+            if read.attributes:
+                yield read.owner
+        elif isinstance(read, Call) and (in_place(read.method) or read.method in _VIEWS):
+            yield from _changed_by(read)
 
 
 def _is_of_trained(follower: InputFollower, context: Context, path: Path) -> bool:

@@ -55,6 +55,7 @@ from lockstep.run.source.source_reads import (
     reads_of,
 )
 from lockstep.run.state.registered import State
+from lockstep.run.state.user_values import PlainValue
 
 _DEEPEST: Final = 12  # calls within calls
 _MOST: Final = 4000  # reads that are followed
@@ -87,7 +88,9 @@ class InputFollower:
     def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
         self.steps: Final = steps
         self.found: Final = TrainingInputs()
-        modules = [module for model in state.models for module in model.modules()]
+        self.kept: Final = [value.value if isinstance(value, PlainValue) else value for value in state.kept.values()]
+        models = [*state.models, *(value for value in self.kept if isinstance(value, nn.Module))]
+        modules = [module for model in models for module in model.modules()]
         groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
         schedulers = [one.scheduler for one in state.schedulers]
         #: What a script changes to change the training.

@@ -27,7 +27,6 @@ from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import updating
 from lockstep.run.source.script_functions import Context, running_functions
 from lockstep.run.state.registered import State
-from lockstep.run.state.user_values import PlainValue
 
 
 def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> TrainingInputs:
@@ -37,8 +36,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
     Raises nothing: where the source cannot be read, nothing is known, and `TrainingInputs.failed` says why.
     """
     follower = InputFollower(state)
-    kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
-    follower.found.skip |= {*follower.trained, *map(id, kept)}
+    follower.found.skip |= {*follower.trained, *map(id, follower.kept)}
     is_body = True
     try:
         for context in running_functions(frame, calls):

@@ -61,6 +61,7 @@ class Call(NamedTuple):
     line: int
     certain: int = 0  #: how many stand before the first `*arguments`
     attribute: str = ""  #: of the object that it makes, only this is read; "": all of it
+    method: str = ""  #: the last name of the function, such as `add_`, whatever it is a method of
 
     @property
     def every(self) -> tuple[Read, ...]:
@@ -491,6 +492,7 @@ class _Reader:
             any(isinstance(one, ast.Starred) for one in node.args),
             node.lineno,
             next((number for number, one in enumerate(node.args) if isinstance(one, ast.Starred)), len(node.args)),
+            method=getattr(node.func, "attr", getattr(node.func, "id", "")),
         )
         self._use(call, None, (), node.lineno)
         owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
