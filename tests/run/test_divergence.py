@@ -16,7 +16,8 @@ from device_costs import DEVICE, Costs
 from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
 from lockstep.collectives import TensorShard
 from lockstep.errors import MismatchError
-from lockstep.run import Run, divergence
+from lockstep.run import Run
+from lockstep.run.checks import divergence
 from lockstep.run.checks.divergence import checksum, tensors_in, weighed
 from waiting import wait_until
 from worlds import on_world

@@ -74,6 +74,7 @@ def trained(directory, how="good", strategy="ddp", until=None, resume=False, sav
                     if run.progress.step == until:
                         saved = run._context.checkpointer
                         wait_until(lambda saved=saved: saved.committed_step() == saved.saved_step)
+                        run.barrier()  # a rank that leaves takes the store with it, which tells the others
                         raise Lost
             temperature *= 0.8
             hard = hard.flip(0)

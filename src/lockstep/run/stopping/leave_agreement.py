@@ -22,9 +22,11 @@ from lockstep.collectives import Group, KeyValueStore
 from lockstep.errors import LockstepError, MismatchError, UsageError
 from lockstep.formatting import format_ranks
 from lockstep.heartbeat import find_user_frame, is_users
+from lockstep.memory_use import text_of
 
 _WENT_ON: Final = "went on"
 _POLL_S: Final = 0.1
+_QUIET_POLLS: Final = 3
 _READ_S: Final = 60.0  # for a value that is set already
 _CLOSE_S: Final = 2.0  # to wait for a thread whose peers do not answer
 
@@ -53,7 +55,7 @@ class LeaveAgreement:
         self._at = 0, 0
         self._left: Leave | None = None
         self._store: KeyValueStore | None = None
-        self._main = 0
+        self._main = self._main_task = 0
         self._closing: Final = threading.Event()
         self._thread: threading.Thread | None = None
         self._joins = False  # whether the thread takes part in the place of the main thread
@@ -62,7 +64,7 @@ class LeaveAgreement:
     def open(self) -> None:
         """The training begins, in this thread."""
         if self._agrees:
-            self._main = threading.get_ident()
+            self._main, self._main_task = threading.get_ident(), threading.get_native_id()
             # Connected here and not by the thread: a loader process that is forked while another thread connects
             # inherits locks of the C library that nobody opens again.
             store = self._group.store("leaves")
@@ -135,10 +137,12 @@ class LeaveAgreement:
 
     def _watch(self, store: KeyValueStore) -> None:
         try:
-            before = self._at
+            at, quiet = self._at, 0
             while not self._closing.wait(_POLL_S):
-                at, before = before, self._at
-                if at != before or not store.is_set(str(at[0])):  # a rank that waits does not move
+                # A rank that waits for others does not move, and its thread sleeps; else it is slow, on a busy machine.
+                quiet = quiet + 1 if self._at == at and _sleeps(self._main_task) else 0
+                at = self._at
+                if quiet < _QUIET_POLLS or not store.is_set(str(at[0])):
                     continue
                 left_after = int(store.get(str(at[0]), _READ_S).partition(" ")[0])
                 if self._at == at and at[1] > left_after:
@@ -150,6 +154,12 @@ class LeaveAgreement:
         except (LockstepError, RuntimeError):
             # The store or a rank is gone: the main thread meets that itself.
             pass
+
+
+def _sleeps(task: int) -> bool:
+    """Whether a thread of this process waits for something, as far as the system says so."""
+    state = text_of(Path(f"/proc/self/task/{task}/stat")).rpartition(")")[2].split()
+    return not state or state[0] == "S"
 
 
 def _user_line(error: BaseException | None) -> str:
