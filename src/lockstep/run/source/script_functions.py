@@ -29,6 +29,7 @@ class Argument(NamedTuple):
     reads: tuple[Read, ...]  #: in the function that calls
     value: object  #: where it is known
     text: str = ""  #: of a value that no variable of the caller holds
+    stays: bool = True  #: whether the caller's variable is bound to no other object
 
     @property
     def name(self) -> str:
@@ -103,7 +104,9 @@ class Context:
         if path.root in self.arguments:
             argument = self.arguments[path.root]
             text = path._replace(root=argument.name or path.root).text
-            return None if argument.value is NOTHING else Place(argument.value, "", path.attributes, text)
+            is_gone = not (argument.stays or path.attributes)  # the object may be another one by now
+            is_known = argument.value is not NOTHING and not is_gone
+            return Place(argument.value, "", path.attributes, text) if is_known else None
         owner: object
         if self.frame is not None and self.is_function and path.root in self.held:
             owner = self.frame
@@ -234,14 +237,15 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
     given = list(zip(names, call.arguments[: call.certain], strict=False))
     given += [(name, part) for name, part in call.keywords if name in bound]
     for name, part in given:
-        value = NOTHING
+        value, stays = NOTHING, True
         if len(part) == 1 and isinstance(part[0], Path):
             value = context.value_of(part[0])
+            stays = bool(part[0].attributes) or len(context.reads.bound_to.get(part[0].root, ())) < 2
             if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
                 value = NOTHING
         elif len(part) == 1 and isinstance(part[0], Text):
             value = context.text_of(part[0])
-        bound[name] = Argument(part, value)
+        bound[name] = Argument(part, value, stays=stays)
     return bound
 
 
