@@ -61,6 +61,7 @@ class BodyChanges:
         self._functions: Final[set[tuple[int, ...]]] = set()
         # What is changed when a step is done, and perhaps out of bodies.
         self._elsewhere: Final[set[tuple[int, str]]] = set()
+        self._beside: Final[dict[tuple[int, str], list[Place]]] = {}  # what is made when these are
         self._at_steps: Final[dict[tuple[int, str], int]] = {}  # the lines that do so within a pass
 
     def enter(self, context: Context) -> None:
@@ -82,8 +83,10 @@ class BodyChanges:
                 if place is not None and _within_pass(context, change.line):
                     self._elsewhere.add(place.slot)
                 continue
-            from_itself = _is_made_of(context, change.value, change.path)
+            from_itself = _is_made_of(context, change.value, change.path, change.conditions)
             when_needed = not from_itself and _leads_to(context, change.conditions, change.path)
+            if when_needed and place is not None:
+                self._beside[place.slot] = _changed_with(context, change)
             of_batch = any(context.place_of(path) is None for path, is_called in _reached(context, change.value))
             self._add(
                 context,
@@ -141,6 +144,10 @@ class BodyChanges:
         seen = self._seen.get(place.slot, ())
         return bool(seen) and all(one.when_needed for one in seen)
 
+    def made_with(self, place: Place) -> list[Place]:
+        """The other places that are set where bodies set one only when what is there does not do."""
+        return self._beside.get(place.slot, [])
+
     def is_bodys(self, place: Place) -> bool:
         """Whether bodies change a place from what it was, and nothing else does as far as is known."""
         seen = self._seen.get(place.slot, ())
@@ -195,19 +202,33 @@ def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
     )
 
 
-def _is_made_of(context: Context, reads: Iterable[Read], path: Path) -> bool:
-    """Whether these are computed from the value at ``path`` itself, or by a method of it."""
-    return any(each == path for each, is_called in _reached(context, reads) if not is_called)
+def _changed_with(context: Context, change: Change) -> list[Place]:
+    """The places that are changed under the same conditions as another one in the same function."""
+    conditions = set(change.conditions)
+    others = [each for each in context.reads.changes if each.path != change.path]
+    places = (context.place_of(each.path) for each in others if conditions <= set(each.conditions))
+    return [place for place in places if place is not None]
+
+
+def _is_made_of(context: Context, reads: Iterable[Read], path: Path, conditions: Collection[Read]) -> bool:
+    """Whether these are computed from the value at ``path`` itself, or by a method of it, but for ``conditions``."""
+    reached = _reached(context, (read for read in reads if read not in conditions), without=conditions)
+    return any(each == path for each, is_called in reached if not is_called)
 
 
 def _reached(
-    context: Context, reads: Iterable[Read], through: Collection[str] | None = None
+    context: Context,
+    reads: Iterable[Read],
+    through: Collection[str] | None = None,
+    *,
+    without: Iterable[Read] = (),
 ) -> Iterator[tuple[Path, bool]]:
     """The paths that these are computed from within the function, each with whether that is a function's.
 
-    Variables are followed to what they are set from: those of ``through``, or all of them.
+    Variables are followed to what they are set from: those of ``through``, or all of them; and nothing is followed of
+    what is ``without``, such as the tests under which these variables are set.
     """
-    seen: set[Read] = set()
+    seen: set[Read] = set(without)
     waiting = list(reads)
     while waiting:
         read = waiting.pop()

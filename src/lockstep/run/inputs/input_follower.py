@@ -100,6 +100,7 @@ class InputFollower:
         self.changes: Final = BodyChanges()
         self._of_samples: Final[dict[tuple[int, str], Place]] = {}  # places that samples are computed from
         self._sources: Final = state.sample_sources
+        self._constants: Final = {id(buffer) for buffer in state.transient_buffers()}
         self._schedulers: Final = schedulers
         self._left: int = _MOST
         self._running: Final[list[_Key]] = []
@@ -349,6 +350,7 @@ class InputFollower:
                 self.found.anew.add(key)
             elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):
                 self.found.when_needed.add(key)
+                self.found.made_with[key] = self.changes.made_with(place)
             elif line := self.changes.line_of(place, always=always):
                 self._note_carried(
                     f"{place.text}, which {what} is computed from, is changed in line {line} from what it was"
@@ -357,7 +359,8 @@ class InputFollower:
     def _is_made_of_trained(self, place: Place) -> bool:
         """Whether what bodies make when it is needed is of weights as they were then, which do not come again."""
         made = self.changes.reads_at(place)
-        return any(id(value) in self.trained for context, reads in made for value in reached_values(context, reads))
+        reached = {id(value) for context, reads in made for value in reached_values(context, reads)}
+        return not self.trained.isdisjoint(reached - self._constants)
 
     # ---- calls -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.run.source.script_places import Held, Place, held
@@ -47,6 +47,8 @@ class TrainingInputs:
     anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
+    #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
+    made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read
     _texts: Counter[str] = field(default_factory=Counter)
@@ -67,13 +69,15 @@ class TrainingInputs:
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set())
+        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set(), made_with={})
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
             found.anew |= {there.key} if key in self.anew else set()
             found.when_needed |= {there.key} if key in self.when_needed else set()
             found.of_bodies |= {there.key} if key in self.of_bodies else set()
+            if key in self.made_with:
+                found.made_with[there.key] = self.made_with[key]
         return found
 
     def held_between(self) -> Held:
@@ -91,6 +95,16 @@ class TrainingInputs:
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
     def held_when_needed(self) -> Held:
-        """Only what bodies make when it is needed."""
-        needed = (place for key, place in self.places.items() if key in self.when_needed)
+        """Only what bodies make when it is needed; not how far a table reaches, of which ranks need other parts."""
+        needed = (
+            place
+            for key, place in self.places.items()
+            if key in self.when_needed and not _is_length(place[0], self.made_with.get(key, []))
+        )
         return held(needed, self.skip, STATELESS)
+
+
+def _is_length(place: Place, tables: list[Place]) -> bool:
+    """Whether the number at a place is a dimension of each of the tensors that are made with it."""
+    number, made = place.value(None), [table.value(None) for table in tables]
+    return type(number) is int and bool(made) and all(isinstance(one, Tensor) and number in one.shape for one in made)

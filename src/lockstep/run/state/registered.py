@@ -63,6 +63,10 @@ class State:
         self.modes.append(TrainingModes(model))
         self._dtypes.append(_dtypes(model))
 
+    def transient_buffers(self) -> list[torch.Tensor]:
+        """The buffers of models that are in no state_dict: most are constants, such as tables of positions."""
+        return [buffer for each in self._transient for buffer in each.buffers().values()]
+
     def require_same_dtypes(self) -> None:
         """Check that models compute with the numbers that they had when they were registered.
 
@@ -275,21 +279,22 @@ class TransientBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Final = module
-        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self._buffers().items()}
+        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self.buffers().items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Those that have changed, by name. Waits for the GPU."""
-        now = self._buffers()
+        now = self.buffers()
         return {name: b.detach() for name, b in now.items() if int(checksum(b)) != self._before.get(name)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put `state` back."""
-        buffers = self._buffers()
+        buffers = self.buffers()
         with torch.no_grad():
             for name, value in state.items():
                 buffers[name].copy_(value)
 
-    def _buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All of them, by name."""
         persistent = {id(tensor) for tensor in self._module.state_dict(keep_vars=True).values()}
         return {
             name: buffer
