@@ -142,7 +142,8 @@ class LoopChecks:
                 f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
                 f"step, so the result would depend on the number of ranks: {_ONCE}. A weight that forward() limits or "
                 "derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what forward() "
-                "moves by itself, such as a codebook, must be a buffer (register_buffer)"
+                "moves by itself, such as a codebook, must be a buffer (register_buffer). A weight that the first "
+                "batch sets is set before the loop, by a forward pass of a batch that the script reads itself"
             )
 
     def end_body(self, index: int, of: int) -> None:

@@ -43,6 +43,7 @@ from lockstep.strategy_kinds import kind_of, split
 #: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
 _NEAR: Final = 1e-3
 _MOST_LISTED: Final = 6  # variables of the script
+_MOST_REASONS: Final = 3
 
 
 class _Difference(NamedTuple):
@@ -335,13 +336,33 @@ def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
-    """What differs first, in the order in which a step is made; then what variables of the script have lost."""
+    """What differs first, in the order in which a step is made, with what variables of the script have lost."""
+    lost = [f"{name} held other weights when it began" for name in of_script.weights] + of_script.inputs
+    difference = _difference_of_step(before, now)
+    if difference is not None:
+        reasons = f" ({'; '.join(lost[:_MOST_REASONS])})" if lost else ""
+        return difference._replace(text=f"{difference.text}{reasons}")
+    if not _has_same_bits(before, now):
+        return None
+    if of_script.weights:
+        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
+    if of_script.inputs:
+        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
+    return None
+
+
+def _has_same_bits(before: StateTree, now: StateTree) -> bool:
+    """Whether a step must have the same bits here as it had there."""
+    return bool(before["conditions"] == now["conditions"] and now["conditions"][1])
+
+
+def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None:
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)
     if (index := _other(before["samples"], now["samples"])) is not None:
         return _Difference(f"micro-batch {index} holds other samples", _OF_SAMPLES)
-    if before["conditions"] != now["conditions"] or not now["conditions"][1]:
+    if not _has_same_bits(before, now):
         return None
     if (index := _other(before["losses"], now["losses"])) is not None:
         old, new = ([float.fromhex(loss) for loss in each["losses"][index]] for each in (before, now))
@@ -361,10 +382,6 @@ def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Di
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
         return _Difference(f"{name} {values}", _OF_BODY, 0)
-    if of_script.weights:
-        return _Difference(f"{', '.join(of_script.weights)} held other weights when it began", _OF_SCRIPT)
-    if of_script.inputs:
-        return _Difference(", and ".join(of_script.inputs), _OF_INPUT)
     return None
 
 

@@ -291,7 +291,8 @@ class DirectoryCheckpointer(RunCheckpointer):
             raise CheckpointError(
                 f"the checkpoint was taken within an epoch of {was} samples, and this script's data set "
                 f"has {samples}: what is left of the epoch would not be what was left then. Give the "
-                "previous data set, or start over with --fresh"
+                "previous data set (of one that the script makes as it trains: run.keep(...) what that is made from, "
+                "such as a list of indices), or start over with --fresh"
             )
         for number, (epoch, digest) in identity.get("orders", {}).items():
             was_epoch, was = before.get("orders", {}).get(number, (None, None))

@@ -124,7 +124,8 @@ class HeldParameters:
             f"between it and the backward pass, while strategy {self._strategy} had gathered it, and what is "
             "gathered is dropped: change parameters where run.step(loss) has returned True. A weight that forward() "
             "limits or derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what "
-            "forward() moves by itself, such as a codebook, a buffer (register_buffer)"
+            "forward() moves by itself, such as a codebook, a buffer (register_buffer); a weight that the first batch "
+            "sets is set before the loop"
         )
 
     def _note_marks(self, *_: object) -> None:
