@@ -1,0 +1,32 @@
+"""A kept teacher moves in a method by `self.tau`, which the method then lets grow."""
+
+KILL = 8
+
+from kit import *
+
+
+def main(run):
+    m = run.model(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3)))
+    target = copy.deepcopy(m).requires_grad_(False).eval()
+    run.keep(target=target)
+
+    class Ema:
+        tau = 0.2
+
+        @torch.no_grad()
+        def update(self):
+            for q, p in zip(target.parameters(), m.parameters()):
+                q.mul_(self.tau).add_(p, alpha=1 - self.tau)
+            self.tau += 0.3 * (1 - self.tau)
+
+    ema = Ema()
+    o = run.optimizer(sgd(m))
+    b = run.loader(data(64), global_batch=16, micro_batch=4)
+    for e in run.epochs(4):
+        for x, y in run.train(b):
+            run.step(F.cross_entropy(m(x), y) + F.mse_loss(m(x), target(x)))
+        ema.update()
+    done(run, m)
+
+
+go(main)
