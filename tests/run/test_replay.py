@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lockstep import Run, UsageError
 from lockstep.batch import BatchPlan, StepCheck
-from lockstep.data.indexed.sampling import CheckedSteps, checked, epoch_positions
+from lockstep.data.indexed.sampling import AuditedSteps, CheckedSteps, checked, epoch_positions
 from lockstep.run.proofs.replay import CheckSchedule
 from lockstep.testing import state_hash
 from worlds import on_world
@@ -27,6 +27,16 @@ SIZES = {"global_batch": 8, "micro_batch": 2}
 # ---- where a replay stands -------------------------------------------------------------------------------------------
 
 PLANS = st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(1, 5), st.sampled_from(["none", "one", "even"]))
+
+
+@given(st.integers(0, 3), st.integers(0, 4), st.integers(0, 6), st.integers(0, 6))
+def test_checked_steps_are_the_same_counted_from_a_later_one(first, every, later, step):
+    checks = CheckedSteps(first, every, audits=AuditedSteps(3, 5, 1))
+    counted = checks.later(later)
+    assert (step in counted) == (step + later in checks)
+    if step in counted:
+        assert counted.is_second(step) == checks.is_second(step + later)
+    assert counted.audits.draw(step) == checks.audits.draw(step + later)
 
 
 @given(PLANS, st.integers(0, 3), st.integers(0, 4), st.booleans(), st.booleans())

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.testing import state_hash
+from lockstep.testing import run_ranks, state_hash
 from worlds import on_world
 
 X = torch.sin(torch.arange(80.0)).view(40, 2)
@@ -242,3 +242,37 @@ def test_in_the_body_forward_passes_after_the_step_see_its_weights():
     for measured, by_hand, afterwards in found:
         assert measured == pytest.approx(afterwards, abs=1e-6)
         assert by_hand == afterwards
+
+
+class Labelled(torch.utils.data.Dataset):
+    def __init__(self):
+        self.samples, self.labels = torch.sin(torch.arange(96.0)).view(48, 2), torch.zeros(48)
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, place):
+        return self.samples[place], self.labels[place]
+
+
+def relabelled(workers, how):
+    """What a model learns whose labels change between two parts of an epoch, while loader processes read ahead."""
+    torch.manual_seed(0)
+    with Run(seed=3) as run:
+        model, dataset = run.model(nn.Linear(2, 1)), Labelled()
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(dataset, global_batch=4, micro_batch=2, workers=workers)
+        for _ in run.steps(12, every=3) if how == "steps" else run.epochs(1):
+            for _ in range(1 if how == "steps" else 4):
+                for x, y in run.train(batches):
+                    is_done = run.step(nn.functional.mse_loss(model(x)[:, 0], y))
+                    if how == "break" and is_done and run.progress.step % 3 == 0:
+                        break
+                dataset.labels += 1
+        return state_hash(model)
+
+
+@pytest.mark.parametrize("how", ["steps", "break"])
+def test_a_data_set_that_changes_between_two_parts_of_an_epoch_is_read_again(how):
+    worlds = ((1, 0), (1, 2), (2, 1))
+    assert len({learned for ranks, workers in worlds for learned in run_ranks(relabelled, ranks, workers, how)}) == 1

@@ -479,6 +479,39 @@ def test_so_is_what_samples_are_made_from(tmp_path, name):
         play(tmp_path, STEP, setup=setup, before=f"batches = {made}")
 
 
+AT_STEPS = {
+    "attribute": "ds.level = 0.5 * run.progress.step",
+    "method": "ds.harder(0.1)",
+    "callback": "for callback in callbacks:\n    callback(0.1)",
+    "tensor in place": "ds.scale.mul_(0.9)",
+    "item": "ds.labels[0] = run.progress.step",
+    "list": "ds.chosen.append(1)",
+}
+
+
+@pytest.mark.parametrize("name", AT_STEPS)
+def test_what_samples_are_made_from_changes_between_passes_only(tmp_path, name):
+    """Samples of later steps have been read where a step is done, by as many loader processes as a machine has CPUs."""
+    setup = """
+        class Samples(torch.utils.data.Dataset):
+            def __init__(self):
+                self.level, self.scale, self.labels, self.chosen = 0.0, torch.ones(3), [0] * 16, [0]
+            def __len__(self): return 16
+            def __getitem__(self, i):
+                x = torch.full((3,), float(i)) * self.scale + self.level
+                return x, (self.labels[i] + len(self.chosen)) % 2
+            def harder(self, by): self.level = self.level + by
+        ds = Samples()
+        callbacks = [ds.harder]
+    """
+    before = "batches = run.loader(ds, global_batch=8, micro_batch=2)"
+    change = AT_STEPS[name]
+    with pytest.raises(UsageError, match=r"which a sample is computed from, is changed in line|made before its step"):
+        play(tmp_path, f"if {STEP}:\n{textwrap.indent(change, '    ')}", setup=setup, before=before)
+    (tmp_path / "between").mkdir()  # the source of a file is read once
+    play(tmp_path / "between", STEP, setup=setup, before=before, after=change)
+
+
 @pytest.mark.parametrize(
     ("loop", "body"),
     [
@@ -821,6 +854,25 @@ class Shrinking(torch.optim.SGD):
 def test_what_optimizers_write_by_a_count_is_missed_after_a_resume(tmp_path, monkeypatch, before):
     with pytest.raises(CheckpointError, match="count"):
         resumed(tmp_path, monkeypatch, setup=SHRINKS, before=before)
+
+
+WRITES = {
+    "kept module, two lines": "for q in teacher.parameters():\n    q.mul_(n)\n    q.add_(1)",
+    "kept module, chain": "for q, p in zip(teacher.parameters(), model.parameters()):\n    q.mul_(n).add_(p)",
+    "chain behind a constant": "for p in model.parameters():\n    p.mul_(0.9).add_(n)",
+    "view": "for p in model.parameters():\n    p.data.view(-1).mul_(n)",
+    "list": "torch._foreach_mul_(list(model.parameters()), n)",
+    "state of the optimizer": "if n > 5:\n    optimizer.state.clear()",
+    "item of it": "for p in model.parameters():\n    if n > 5:\n        optimizer.state[p]['momentum_buffer'].zero_()",
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_decides_about_a_write_is_missed_after_a_resume(tmp_path, monkeypatch, name):
+    before = "n, teacher = 1.0, nn.Linear(3, 2)\nrun.keep(teacher=teacher)"
+    after = "with torch.no_grad():\n" + textwrap.indent(WRITES[name], "    ") + "\nn += 1"
+    with pytest.raises(CheckpointError, match=r"\bn, which \S+ depends on, was 3\.0 when it began, and is 2\.0 now"):
+        resumed(tmp_path, monkeypatch, before=before, after=after)
 
 
 def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):

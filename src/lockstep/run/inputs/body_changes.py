@@ -52,12 +52,20 @@ class _Seen(NamedTuple):
     sometimes: bool
 
 
+class _Computed(NamedTuple):
+    """What a change is computed from."""
+
+    context: Context  #: the function that makes it
+    reads: tuple[Read, ...]
+    in_pass: bool  #: whether it is made while a pass goes on
+
+
 class BodyChanges:
     """Collects them from the functions that a body runs."""
 
     def __init__(self) -> None:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
-        self._reads: Final[dict[tuple[int, str], list[tuple[Context, tuple[Read, ...]]]]] = {}
+        self._reads: Final[dict[tuple[int, str], list[_Computed]]] = {}
         self._functions: Final[set[tuple[int, ...]]] = set()
         # What is changed when a step is done, and perhaps out of bodies.
         self._elsewhere: Final[set[tuple[int, str]]] = set()
@@ -73,7 +81,8 @@ class BodyChanges:
         for change in (*context.reads.changes, *context.reads.items_set):
             if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
                 reads = (*change.value, *change.conditions)
-                self._reads.setdefault(place.slot, []).append((context, reads))
+                in_pass = context.at_step or context.covers(change.line)
+                self._reads.setdefault(place.slot, []).append(_Computed(context, reads, in_pass))
                 self._note_at_step(context, place, change)
         for change in context.reads.changes:
             if context.is_dead(change.guards):
@@ -130,8 +139,8 @@ class BodyChanges:
             seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes or is_unseen)
             self._seen.setdefault(place.slot, []).append(seen)
 
-    def reads_at(self, place: Place) -> list[tuple[Context, tuple[Read, ...]]]:
-        """What the changes of a place are computed from, whenever they are made; each with the function that has it."""
+    def reads_at(self, place: Place) -> list[_Computed]:
+        """What the changes of a place are computed from, whenever they are made."""
         owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
         return [one for owner in owners for one in self._reads.get(owner.slot, [])]
 
@@ -154,8 +163,9 @@ class BodyChanges:
         return bool(seen) and place.slot not in self._elsewhere and all(one.from_itself for one in seen)
 
     def line_at_step(self, place: Place) -> int:
-        """The line by which a place is changed within a pass where a step is done; 0 for none."""
-        return self._at_steps.get(place.slot, 0)
+        """The line by which a place, or an item there, is changed within a pass where a step is done; 0 for none."""
+        items = id(place.value(None))
+        return self._at_steps.get(place.slot) or next((at for (of, _), at in self._at_steps.items() if of == items), 0)
 
     def line_of(self, place: Place, *, always: bool) -> int:
         """The line by which bodies change a place from what it was; 0 for none.

@@ -63,6 +63,7 @@ _OF_RANKS: Final = {"rank", "world_size"}
 #: Of what each rank gives.
 _OF_EACH_RANK: Final = {"sum", "mean", "gather"}
 _SAMPLE: Final = "a sample"
+_LATER_SAMPLE: Final = "a sample of a later pass"
 UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
 
 
@@ -330,8 +331,9 @@ class InputFollower:
         while waiting:
             place, what = self.found.places[waiting.pop()]
             known = set(self.found.places)
-            for context, reads in self.changes.reads_at(place):
-                self.take(context, Given("step", what, "", reads))
+            for context, reads, in_pass in self.changes.reads_at(place):
+                of_later = what == _SAMPLE and not in_pass
+                self.take(context, Given("step", _LATER_SAMPLE if of_later else what, "", reads))
             waiting += self.found.places.keys() - known
 
     def find_carried_within(self, *, always: bool = False) -> None:
@@ -359,7 +361,7 @@ class InputFollower:
     def _is_made_of_trained(self, place: Place) -> bool:
         """Whether what bodies make when it is needed is of weights as they were then, which do not come again."""
         made = self.changes.reads_at(place)
-        reached = {id(value) for context, reads in made for value in reached_values(context, reads)}
+        reached = {id(value) for context, reads, _ in made for value in reached_values(context, reads)}
         return not self.trained.isdisjoint(reached - self._constants)
 
     # ---- calls -------------------------------------------------------------------------------------------------
