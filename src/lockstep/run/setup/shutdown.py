@@ -23,6 +23,10 @@ from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import RunContext
 from lockstep.script_end import forget
 
+_RESUMED: Final = (
+    "the run was resumed, and has made no step since: lists, counters and other variables of the script have begun "
+    "anew, but for what run.keep(...) was given"
+)
 _RESUMED_AT_END: Final = (
     "this run has resumed at the end of a pass, from a checkpoint of its last step: the loop over run.train(...) had "
     "no micro-batch left, and variables of the script are what they were before the loop. The means of "
@@ -167,8 +171,12 @@ class Shutdown:
                 error.add_note(note)
             if parted := context.leaves.explain(error):
                 error.add_note(parted)
-            if self._start.resumed_at_end and not isinstance(error, LockstepError):
-                error.add_note(_RESUMED_AT_END)
+            if not isinstance(error, LockstepError):
+                is_resumed = context.checkpointer.resumed is not None and not self._end_of_step.steps
+                if self._start.resumed_at_end:
+                    error.add_note(_RESUMED_AT_END)
+                elif is_resumed:
+                    error.add_note(_RESUMED)
             add_advice(error)
             write_torchelastic_error(error, os.environ)
 
