@@ -6,6 +6,8 @@
 Everything is read from the syntax tree; nothing of the package is imported. The rows:
 
 lines, files            physical lines and ``.py`` files
+statements              nodes of the syntax tree that are statements, without docstrings; and how many to a line of code
+small, one importer     files of fewer than 100 lines that one other file imports; those are often a part of that one
 file                    lines of a file: median, maximum
 function                lines of code of a function, without docstring, comments and blank lines: median, 99 %, maximum
 widest class            methods of the class that has most of them, and how many of those are public
@@ -31,6 +33,7 @@ import io
 import itertools
 import re
 import statistics
+import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -38,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MANY_PARAMETERS = 8
+SMALL = 100
 DEEP = 4
 ECHO = re.compile(r"See :?[\w:.`~]+\.?")
 BROAD = ("Exception", "BaseException")
@@ -90,12 +94,17 @@ def measure(package: Path) -> dict[str, str]:
     doc_lines = sum(len(text.splitlines()) for text in docstrings)
     comments = sum(_comment_lines(module.text) for module in modules)
     messages = [shows for module in modules for shows in _messages(module.tree)]
+    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    statements = sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings)
+    code_lines = sum(map(_lines_with_code, modules)) - doc_lines + sum(text.count("\n\n") for text in docstrings)
     privates = {True: 0, False: 0}
     for module in modules:
         privates[module.name.endswith("_private")] += _foreign_privates(module.tree)
     ignores, casts = (_count(modules, pattern) for pattern in (r"# type: ignore", r"[^.\w]cast\("))
     return {
         "lines, files": f"{lines:,} / {len(files)}",
+        "statements": f"{statements:,} / {statements / max(1, code_lines):.2f}",
+        "small, one importer": str(_small(package.name, modules)),
         "file": f"{statistics.median(files):.0f} / {max(files):,}",
         "function": f"{statistics.median(sizes):.0f} / {sizes[int(0.99 * (len(sizes) - 1))]} / {sizes[-1]}",
         "widest class": f"{widest[0]} ({widest[1]}) {widest[2]}",
@@ -117,7 +126,8 @@ def measure(package: Path) -> dict[str, str]:
 def table(packages: list[Path]) -> str:
     """A Markdown table with one column for each package."""
     columns = [measure(package) for package in packages]
-    rows = [["measure", *(package.name for package in packages)], ["---"] * (len(packages) + 1)]
+    heads = [f"{package.name} {_commit(package)}".strip() for package in packages]
+    rows = [["measure", *heads], ["---"] * (len(packages) + 1)]
     rows += [[name, *(column[name] for column in columns)] for name in columns[0]]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -161,6 +171,11 @@ def _docstrings(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, Function | ast.ClassDef | ast.Module) and (text := ast.get_docstring(node)):
             yield text
+
+
+def _lines_with_code(module: Module) -> int:
+    """Lines that are neither blank nor only a comment."""
+    return sum(bool(line.strip()) and not line.lstrip().startswith("#") for line in module.text.splitlines())
 
 
 def _comment_lines(text: str) -> int:
@@ -215,6 +230,21 @@ def _mutual(package: str, modules: list[Module]) -> tuple[int, int]:
     }
     units = {(start.split(".")[0], end.split(".")[0]) for start, end in arrows if start and end}
     return _pairs(arrows), _pairs({(start, end) for start, end in units if start != end})
+
+
+def _small(package: str, modules: list[Module]) -> int:
+    known = {module.name for module in modules}
+    importers: dict[str, set[str]] = {}
+    for module in modules:
+        for target in set(_targets(package, module, known)) - {module.name}:
+            importers.setdefault(target, set()).add(module.name)
+    return sum(len(m.text.splitlines()) < SMALL and len(importers.get(m.name, ())) == 1 for m in modules)
+
+
+def _commit(package: Path) -> str:
+    """The commit of the tree that ``package`` is in, and whether files there were changed since; "" outside of git."""
+    asked = ["git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=10"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _pairs(arrows: set[tuple[str, str]]) -> int:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import house_measures
+
 HOUSE = Path(__file__).parents[1] / "src" / "lockstep"
 
 #: From the bottom to the top. A room may use the floors below its own.
@@ -256,6 +258,12 @@ def test_the_glossary_explains_every_word_that_is_not_torchs_own():
     }
     unexplained = {name: words for name, words in unexplained.items() if words}
     assert not unexplained, f"docs/house.md, under Words, does not explain {unexplained}"
+
+
+def test_modules_do_not_import_each_other_and_private_names_are_taken_in_one_place():
+    measured = house_measures.measure(HOUSE)
+    assert measured["mutual imports"] == "0 / 0"
+    assert measured["foreign privates"].startswith("0 / ")
 
 
 def docstring_lines(node: ast.AST) -> int:

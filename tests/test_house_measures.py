@@ -40,6 +40,8 @@ def undocumented():
 """
 EXPECTED = {
     "lines, files": "28 / 3",
+    "statements": "15 / 0.94",
+    "small, one importer": "2",
     "file": "8 / 20",
     "function": "4 / 4 / 4",
     "widest class": "2 (1) Wide",

@@ -124,7 +124,7 @@ class Loaders:
             shuffle=arguments.shuffle,
             collate_fn=arguments.collate_fn,
             workers=WorkerOptions(
-                self._workers_for(arguments),
+                _workers_for(arguments),
                 arguments.worker_init_fn,
                 arguments.prefetch_factor,
                 arguments.timeout,
@@ -203,11 +203,14 @@ class Loaders:
         something else comes between them.
         """
         held = self._passes.get(id(loader))
-        if held is None or held.step != step or held.order != order:
-            checks = self._checks.begin_pass(self._context.position.progress.step, loader.plan)
-            held = self._open_pass(loader, order, step, found, checks)
-        elif held.is_outdated:
-            held = self._open_pass(loader, order, step, found, held.checks.later(step - held.first))
+        goes_on = held is not None and (held.step, held.order) == (step, order)
+        if held is None or not goes_on or held.is_outdated:
+            if held is not None and goes_on:
+                checks = held.checks.later(step - held.first)
+            else:
+                checks = self._checks.begin_pass(self._context.position.progress.step, loader.plan)
+            batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
+            held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step, checks, step)
         held.step = None  # if the script leaves it in the middle of the step, it cannot go on
         for batch in held.batches:
             if batch.position.last:
@@ -216,13 +219,6 @@ class Loaders:
                 return
             yield batch
         self._passes.pop(id(loader), None)
-
-    def _open_pass(
-        self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound, checks: CheckedSteps
-    ) -> _OpenPass:
-        batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
-        held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step, checks, step)
-        return held
 
     def take_up(self, loaders: Sequence[MicroBatchLoader]) -> None:
         """The script goes on with passes that it had left: samples are read again if it has changed a data set since.
@@ -358,12 +354,6 @@ class Loaders:
             )
         return digest
 
-    def _workers_for(self, arguments: LoaderArguments) -> int:
-        if arguments.workers is not None:
-            return arguments.workers
-        in_memory = is_in_memory(arguments.dataset)
-        return choose_workers(cpus_of_this_rank(), in_memory=in_memory)
-
     def _padding(self, method: Method) -> Padding:
         if self._context.strategy.forward_is_collective:
             return "even"
@@ -395,3 +385,10 @@ def _refuse_uneven_epoch(steps: EpochSteps, ranks: int, epoch: int) -> None:
                 f"{step} of epoch {epoch} holds {plural(steps.micro_batches_of(step), 'micro-batch')} for "
                 f"{plural(ranks, 'rank')}: give batches and a micro_batch that divide"
             )
+
+
+def _workers_for(arguments: LoaderArguments) -> int:
+    if arguments.workers is not None:
+        return arguments.workers
+    in_memory = is_in_memory(arguments.dataset)
+    return choose_workers(cpus_of_this_rank(), in_memory=in_memory)
