@@ -28,7 +28,7 @@ FLOORS = (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
         *("peer_failure", "option_words", "script_end", "step_record", "transcript", "torch_private"),
     ),
-    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds", "project_files"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale", "verify"),
@@ -42,7 +42,7 @@ TORCH_FREE = (
     *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_kinds", "saved_run", "error_advice", "step_record", "records", "transcript"),
-    *("small_files", "cpython_private"),
+    *("small_files", "cpython_private", "project_files"),
     *("cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

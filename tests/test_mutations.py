@@ -30,6 +30,8 @@ from lockstep.checkpoint.manifest import MANIFEST
 from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.part_file import PartWriter, load_part, read_part_head
 from lockstep.checkpoint.whole_save import FlatTree
+from lockstep.cli import run_options
+from lockstep.cli.config import launch_words
 from lockstep.cli.site_file import site_prices, site_table
 from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError
@@ -57,6 +59,7 @@ from lockstep.launch.schedulers.pbs import Pbs
 from lockstep.launch.schedulers.scheduler import text_of
 from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.schedulers.slurm import Slurm
+from lockstep.project_files import project_files, resolve_settings
 from lockstep.records import object_from, read_bytes
 from lockstep.report import RanksFile, RankStatus, Status, StatusFile
 from lockstep.report.metrics_file import MetricsFile
@@ -435,6 +438,12 @@ def host_file(scheduler, text, **env):
 
 
 SITE = """
+[run]
+seed = 3
+save_every = "5 min"
+[launch]
+nproc-per-node = 2
+bind = true
 prices = {currency = "EUR", A100 = 1.5, V100 = 1}
 slurm = {account = "a", time = "1:00:00", gpus = 2, partition = "p"}
 [predict.gpus.X100]
@@ -473,7 +482,9 @@ def a_site_file(tmp_path):
             for reader in (
                 site_prices,
                 lambda: open_catalogue(site_table("predict")).find_gpu("X100"),
-                lambda: site_defaults(JOB_SCRIPT_SCHEDULERS["slurm"], read_bytes(path).decode()),
+                lambda: site_defaults(JOB_SCRIPT_SCHEDULERS["slurm"], project_files({})),
+                lambda: resolve_settings({}, {}),
+                lambda: launch_words(run_options()),
             ):
                 with contextlib.suppress(LockstepError, ValueError, OSError):
                     reader()

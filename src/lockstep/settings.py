@@ -355,6 +355,15 @@ def check_variables(env: Mapping[str, str]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class SettingsLayer:
+    """What a file says of settings, below what the script says."""
+
+    values: Mapping[str, Any]  #: numbers, texts and truth values
+    place: Callable[[str], str]  #: of a name in the file, as ``lockstep.toml:3``
+    wrong: tuple[str, ...] = ()  #: what else is wrong in the file, in words
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedSettings:
     """Settings together with where each value came from."""
 
@@ -362,12 +371,17 @@ class ResolvedSettings:
     sources: Mapping[str, str]
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any], env: Mapping[str, str]) -> Self:
+    def resolve(cls, given: Mapping[str, Any], env: Mapping[str, str], layers: Sequence[SettingsLayer] = ()) -> Self:
         """The settings for a run whose script gave ``given``, under the environment ``env``.
+
+        Args:
+            given: values by name.
+            env: the environment.
+            layers: below these, each over those before it.
 
         Raises:
             SettingError: for a name that is no setting (with the nearest one), a value that cannot be used, or a
-                misspelt variable.
+                misspelt variable; all that is wrong in ``layers`` at once.
         """
         check_variables(env)
         values: dict[str, Any] = {}
@@ -376,6 +390,18 @@ class ResolvedSettings:
         by_environment = {
             name: env[_PREFIX + name.upper()] for name in sources if env.get(_PREFIX + name.upper(), "") != ""
         }
+        wrong: list[str] = []
+        for below in layers:
+            wrong += below.wrong
+            for name, value in below.values.items():
+                try:
+                    values[name] = parse(name, _as_text(name, value))
+                    Settings(**{name: values[name]})
+                    sources[name] = below.place(name)
+                except SettingError as error:
+                    wrong.append(f"{below.place(name)}: {error}")
+        if wrong:
+            raise SettingError("\n  ".join(wrong))
         for source, layer in (("script", given), ("environment", by_environment), ("command line", options)):
             for name, value in layer.items():
                 values[name] = parse(name, value)
@@ -397,6 +423,19 @@ class ResolvedSettings:
     def __str__(self) -> str:
         """One line for each setting, with its source."""
         return "\n".join(f"{name} = {value} ({source})" for name, value, source in self)
+
+
+def _as_text(name: str, value: Any) -> str:
+    """A value of a file as a command line has it.
+
+    Raises:
+        SettingError: for a list, a table or a date.
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str | int | float):
+        raise SettingError(f"{name} = {value!r}: give a text, a number, true or false")
+    return str(value)
 
 
 def parse(name: str, value: Any) -> Any:

@@ -17,6 +17,7 @@ from lockstep.formatting import acts
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.job_script import checked, seconds, site_defaults, write
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
+from lockstep.project_files import project_files
 
 SLURM, SGE = JOB_SCRIPT_SCHEDULERS["slurm"], JOB_SCRIPT_SCHEDULERS["sge"]
 
@@ -171,26 +172,31 @@ def test_what_cannot_stand_in_a_script_is_refused(wrong, says):
     assert says in str(refused.value)
 
 
-def test_site_defaults_fill_what_is_not_given():
-    site = site_defaults(SLURM, '[slurm]\ntime = "2h"\ncpus = 4\ngpus = 2\nsetup = ["module load cuda"]\n')
+def site_of(scheduler, text):
+    Path("lockstep.toml").write_text(text)
+    return site_defaults(scheduler, project_files({}))
+
+
+def test_site_defaults_fill_what_is_not_given(here):
+    site = site_of(SLURM, '[slurm]\ntime = "2h"\ncpus = 4\ngpus = 2\nsetup = ["module load cuda"]\n')
     assert site == JobRequest(time_s=7200, cpus=4, gpus="2", setup=("module load cuda",))
     assert JobRequest(cpus=8).with_defaults(site).cpus == 8
     assert JobRequest(cpus=8).with_defaults(site).time_s == 7200
 
 
-def test_wrong_site_defaults_are_told_at_once_with_file_and_key():
+def test_wrong_site_defaults_are_told_at_once_with_file_and_line(here):
     with pytest.raises(SettingError) as refused:
-        site_defaults(SLURM, '[slurm]\ntim = "1h"\nqueue = "q"\nnodes = 0\nsetup = "x"\n[slrm]\n')
+        site_of(SLURM, '[slurm]\ntim = "1h"\nqueue = "q"\nnodes = 0\nsetup = "x"\n[slrm]\n')
     assert str(refused.value).splitlines() == [
-        "lockstep.toml: no table [slrm] is known; did you mean slurm?",
-        "  lockstep.toml: [slurm] tim: no such key; did you mean time?",
-        "  lockstep.toml: [slurm] queue: no such key; there are time, nodes, gpus, cpus, mem, partition, account, "
+        "lockstep.toml:6: no table [slrm] is known; did you mean slurm?",
+        "  lockstep.toml:2: [slurm] tim: no such key; did you mean time?",
+        "  lockstep.toml:3: [slurm] queue: no such key; there are time, nodes, gpus, cpus, mem, partition, account, "
         "name, setup, extra",
-        "  lockstep.toml: [slurm] nodes: 0: it must be a whole number, at least 1",
-        "  lockstep.toml: [slurm] setup: 'x': it must be a list of texts",
+        "  lockstep.toml:4: [slurm] nodes: 0: it must be a whole number, at least 1",
+        "  lockstep.toml:5: [slurm] setup: 'x': it must be a list of texts",
     ]
     with pytest.raises(SettingError, match=r"lockstep\.toml: .*line 1"):
-        site_defaults(SGE, "[sge\n")
+        site_of(SGE, "[sge\n")
 
 
 def test_the_command_line_writes_what_the_launcher_reads(here, capsys):

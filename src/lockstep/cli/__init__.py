@@ -4,6 +4,7 @@ The door. Torch-free, and each command loads its room only when it is called, so
 once.
 """
 
-from lockstep.cli.main import COMMANDS, main, run_command, run_options
+from lockstep.cli.main import COMMANDS, main, run_command
+from lockstep.cli.run_options import run_options
 
 __all__ = ["COMMANDS", "main", "run_command", "run_options"]

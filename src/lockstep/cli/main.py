@@ -20,28 +20,31 @@ from typing import Any
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser, split_at_script
+from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
+from lockstep.cli.config import launch_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
 from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.other_launchers import INSTEAD
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
-from lockstep.cli.rendezvous_options import add_rendezvous_options, among_nodes, rendezvous_of
+from lockstep.cli.rendezvous_options import among_nodes, rendezvous_of
+from lockstep.cli.run_options import accept_underscores, run_options
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
-from lockstep.cli.setting_options import add_setting_options, settings_of
+from lockstep.cli.setting_options import settings_of
 from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.cli.verify import COMMANDS as VERIFY_COMMANDS
 from lockstep.cli.verify import FILE as VERIFY_FILE
 from lockstep.cli.verify import said_of
-from lockstep.cpython_private import actions_by_option, actions_of, add_action
+from lockstep.cpython_private import actions_of, add_action
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from lockstep.records import read_bytes
+from lockstep.project_files import project_files, resolve_settings
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
-from lockstep.settings import ResolvedSettings, Settings
+from lockstep.settings import Settings
 from lockstep.strategy_kinds import read_strategy
 
 _EXAMPLES = """\
@@ -107,7 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if name not in COMMANDS:
             raise SettingError(f"no such command: {name}; {_meant(name)}")
         command = COMMANDS[name]
-        parsed, unknown = command.options().parse_known_args(rest)
+        options = command.options()
+        if name == "run":
+            rest = [*launch_words(options), *rest]
+        parsed, unknown = options.parse_known_args(rest)
         if unknown:
             raise SettingError(_advice(unknown[0], command))
         return command.act(parsed, rest)
@@ -116,97 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = harmless(str(error), keep="\n")
         print(f"lockstep{f' {name}' if name in COMMANDS else ''}: {text}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
-
-
-def run_options() -> Parser:
-    """The options of ``lockstep run``; the list is frozen in ``tests/options.txt``."""
-    parser = Parser(
-        prog="lockstep run",
-        usage="lockstep run [options] script.py [script options]",
-        description="Start a script on several ranks of this machine, or of several, and watch over them.",
-        allow_abbrev=False,
-        add_help=False,
-        formatter_class=option_lines(34),
-        epilog="Options after the script are the script's own. Exit codes: 0 done, 1 a rank failed, 2 usage, 74 "
-        "trained but not saved, 75 stopped with a checkpoint, 130 or 143 stopped without one, 137 a rank was killed by "
-        "the system.",
-    )
-    ranks = parser.add_argument_group("ranks")
-    ranks.add_argument(
-        "--nproc-per-node",
-        "--ranks",
-        metavar="N",
-        help="a number, gpu, cpu or auto (default: one for each GPU, else 1)",
-    )
-    ranks.add_argument("--max-restarts", type=int, default=0, metavar="N", help="starts after a failure (default: 0)")
-    ranks.add_argument(
-        "--refill-after",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="of new steps, until restarts and changes count from 0 again (default: 600)",
-    )
-    ranks.add_argument(
-        "--nnodes", default="1", metavar="N|MIN:MAX", help="machines, each with a lockstep run of its own (default: 1)"
-    )
-    ranks.add_argument("--standalone", action="store_true", help="this machine alone, also in an allocation of several")
-    ranks.add_argument(
-        "--requeue", action="store_true", help="in a Slurm or Grid Engine job that stopped: start the job again"
-    )
-    ranks.add_argument("--bind", action="store_true", help="each rank keeps to its own part of the CPUs")
-    ranks.add_argument("--grace", type=float, default=10.0, metavar="SECONDS", help="from TERM to KILL (default: 10)")
-    ranks.add_argument(
-        "--hang-after",
-        type=float,
-        metavar="SECONDS",
-        help="without progress until a hang is reported (default: by their pace)",
-    )
-    ranks.add_argument(
-        "--on-hang",
-        choices=("wait", "abort", "restart"),
-        metavar="WHAT",
-        help="then wait, abort or restart (default: end what cannot go on)",
-    )
-    ranks.add_argument("--ends-at", metavar="TIME", help="when the job ends, if no scheduler says: 18:30, or a date")
-    ranks.add_argument(
-        "--fault", action="append", default=[], metavar="PLAN", help="on purpose, such as 'kill rank 1 at step 7'"
-    )
-    ranks.add_argument(
-        "--start", choices=("fork", "plain"), help="ranks as copies of one process, or each as its own Python"
-    )
-    add_rendezvous_options(parser)
-    files = parser.add_argument_group("files")
-    files.add_argument("--run-dir", metavar="DIR", help="logs, record, checkpoints (default: a new one under runs/)")
-    files.add_argument("--resume", action="store_true", help="from the newest whole checkpoint of the run directory")
-    files.add_argument("--resume-from", metavar="best|STEP", help="from that checkpoint, with the later ones set aside")
-    files.add_argument("--fresh", action="store_true", help="move an earlier run in the run directory aside")
-    settings = parser.add_argument_group("settings of the run, over what the script says")
-    add_setting_options(settings)
-    settings.add_argument(
-        "--fit", action="store_true", help="with the largest micro_batch that fits, found by short runs"
-    )
-    what = parser.add_argument_group("what to run")
-    what.add_argument("-m", "--module", action="store_true", help="script.py is the name of a module, as in python -m")
-    what.add_argument("--no-python", action="store_true", help="script.py is any program, started as it is")
-    what.add_argument(
-        "--attach", type=int, metavar="RANK", help="this rank has the terminal: breakpoint() (default: the only one)"
-    )
-    what.add_argument(
-        "--pass-local-rank", action="store_true", help="the script gets --local-rank=N, as torch.distributed.launch did"
-    )
-    what.add_argument("--use-env", action="store_true", help=argparse.SUPPRESS)  # of that launcher, which is so always
-    what.add_argument("-h", "--help", action="help", help="show these options")
-    what.add_argument("script", nargs="?", metavar="script.py", help=argparse.SUPPRESS)  # named in the usage
-    what.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
-    _accept_underscores(parser)
-    return parser
-
-
-def _accept_underscores(parser: argparse.ArgumentParser) -> None:
-    """Take each option in the spelling with underscores, too, as torchrun does; the help shows the other one."""
-    options = actions_by_option(parser)
-    for option, action in list(options.items()):
-        options.setdefault(f"--{option[2:].replace('-', '_')}" if option.startswith("--") else option, action)
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -336,7 +251,7 @@ def job_options(name: str) -> Parser:
             add_action(parser, action)
     parser.add_argument("script", nargs="?", metavar="script.py")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
-    _accept_underscores(parser)
+    accept_underscores(parser)
     return parser
 
 
@@ -345,7 +260,6 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import (
         JOB_SCRIPT_SCHEDULERS,
-        SITE_FILE,
         JobCommand,
         JobRequest,
         check_program,
@@ -362,12 +276,8 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
-    site = Path(SITE_FILE)
-    try:
-        text = read_bytes(site).decode() if site.exists() else ""
-    except (ValueError, OSError) as error:
-        raise SettingError(f"{SITE_FILE}: {error}") from None
-    request = job_script.checked(request.with_defaults(job_script.site_defaults(scheduler, text)))
+    site = job_script.site_defaults(scheduler, project_files(os.environ))
+    request = job_script.checked(request.with_defaults(site))
     run = _given(run_options(), parsed)
     requeue = [] if "--requeue" in run else ["--requeue"]
     kind = kind_options(program)
@@ -409,7 +319,7 @@ def _settings(parsed: argparse.Namespace) -> dict[str, str]:
     if given.get("checkpoint"):
         # A script may change its directory.
         given["checkpoint"] = str(Path(given["checkpoint"]).absolute())
-    by_environment = ResolvedSettings.resolve({}, os.environ).values
+    by_environment = resolve_settings({}, os.environ).values
     read_strategy(given.get("strategy", by_environment.strategy))
     if (track := given.get("track", "none")) != "none":
         refuse_unknown_trackers(track)
@@ -455,6 +365,7 @@ COMMANDS = {
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         *TOP_COMMANDS,
         *VERIFY_COMMANDS,
+        *CONFIG_COMMANDS,
         *DOCTOR_COMMANDS,
         *BENCH_COMMANDS,
         *PREDICT_COMMANDS,

@@ -29,6 +29,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.data import CollateFunction, OrderFunction, TorchLoader, UserDataset
 from lockstep.errors import SettingError, UsageError
 from lockstep.progress import Progress
+from lockstep.project_files import resolve_settings
 from lockstep.report import LogsValues
 from lockstep.run.batches.loader_arguments import LoaderArguments
 from lockstep.run.batches.loaders import Loaders
@@ -61,7 +62,7 @@ from lockstep.run.state.user_values import Kept
 from lockstep.run.state.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
-from lockstep.settings import ResolvedSettings, Settings, changed
+from lockstep.settings import Settings, changed
 from lockstep.strategies import ServerStrategy, TensorPlan
 from lockstep.world import World
 
@@ -194,7 +195,7 @@ class Run:
                 f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)"
             )
         given = changed({**locals(), "track": None if tracker else track})
-        context = set_up(ResolvedSettings.resolve(given, os.environ), os.environ)
+        context = set_up(resolve_settings(given, os.environ), os.environ)
         self._context: Final = context
         self.settings: Final = context.resolved
         self.device: Final = context.device

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Final
+from typing import Any
 
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest, WritesJobScripts
 from lockstep.launch.schedulers.script_text import SITE_FILE
-from lockstep.records import toml_in
+from lockstep.project_files import ProjectFile, unknown_tables
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -34,31 +35,20 @@ def write(scheduler: WritesJobScripts, request: JobRequest, command: JobCommand)
     return scheduler.job_script(request, command)
 
 
-#: Tables of the same file for `lockstep bench` and `lockstep predict`.
-_OTHER_TABLES: Final = ("prices", "predict")
-
-
-def site_defaults(scheduler: WritesJobScripts, text: str, file: str = SITE_FILE) -> JobRequest:
-    """What the table of ``scheduler`` in ``lockstep.toml``, such as ``[slurm]``, says.
+def site_defaults(scheduler: WritesJobScripts, files: Sequence[ProjectFile]) -> JobRequest:
+    """What the tables of ``scheduler`` in ``files``, such as ``[slurm]``, say, the first file over the others.
 
     Raises:
-        SettingError: for what is no TOML, and for unknown or wrong keys, all of them at once.
+        SettingError: for unknown tables, and unknown or wrong keys, all of them at once.
     """
-    try:
-        tables = toml_in(text)
-    except ValueError as error:
-        raise SettingError(f"{file}: {error}") from None
-    known = (*JOB_SCRIPT_SCHEDULERS, *_OTHER_TABLES)
-    wrong = [f"{file}: no table [{name}] is known; {did_you_mean(name, known)}" for name in tables if name not in known]
-    table = tables.get(scheduler.name, {})
-    if not isinstance(table, dict):
-        raise SettingError(f"{file}: {scheduler.name}: it must be a table, [{scheduler.name}]")
     values: dict[str, Any] = {}
-    for key, value in table.items():
-        try:
-            values |= _value(scheduler, key, value)
-        except SettingError as error:
-            wrong.append(f"{file}: [{scheduler.name}] {key}: {error}")
+    wrong = unknown_tables(files)
+    for file in reversed(files):
+        for key, value in file.table(scheduler.name).items():
+            try:
+                values |= _value(scheduler, key, value)
+            except SettingError as error:
+                wrong.append(f"{file.place(scheduler.name, key)}: [{scheduler.name}] {key}: {error}")
     if wrong:
         raise SettingError("\n  ".join(wrong))
     return JobRequest(**values)

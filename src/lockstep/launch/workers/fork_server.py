@@ -47,7 +47,7 @@ from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store
 from lockstep.launch_contract import CHANNEL, EMERGENCY, PRIVATE, STOP_SIGNALS
-from lockstep.settings import ResolvedSettings
+from lockstep.project_files import resolve_settings
 from lockstep.strategy_kinds import kind_of
 
 # What every training script needs; the last one is loaded by the first optimizer.
@@ -310,7 +310,7 @@ def _import_for_runs(env: Mapping[str, str]) -> None:
     """Import `Run`, and the strategy of ``env``: that of the run unless the script names another one."""
     importlib.import_module(_RUN)
     with contextlib.suppress(Exception):  # of a word or a strategy of another package: the ranks will tell
-        strategy = ResolvedSettings.resolve({}, env).values.strategy
+        strategy = resolve_settings({}, env).values.strategy
         importlib.import_module(kind_of(strategy).module)
 
 

@@ -1,0 +1,176 @@
+"""`lockstep.toml` and `[tool.lockstep]`: which file holds, what stands over what, and what is wrong, by its line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep import cli
+from lockstep.errors import SettingError
+from lockstep.launch import JOB_SCRIPT_SCHEDULERS
+from lockstep.launch_contract import PROJECT
+from lockstep.project_files import TABLES, project_files, resolve_settings, table
+from lockstep.settings import OPTIONS_VARIABLE
+
+ALL = """
+[run]
+seed = 7
+save_every = "5 min"
+sync_batchnorm = true
+clip_norm = 0.5
+
+[launch]
+nproc-per-node = 2
+max_restarts = 3
+bind = false
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory two levels below the project's, and no file of the user's."""
+    place = tmp_path / "project" / "scripts"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(PROJECT, raising=False)
+    return place
+
+
+def written(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def shown(capsys, *words):
+    code = cli.main(["config", "show", *words])
+    told = capsys.readouterr()
+    return code, told.out, told.err
+
+
+def test_there_is_a_table_for_each_scheduler_that_writes_job_scripts():
+    assert set(JOB_SCRIPT_SCHEDULERS) < set(TABLES)
+
+
+def test_each_setting_is_shown_with_its_line(here, capsys):
+    project = written(here.parent / "lockstep.toml", ALL)
+    code, out, _ = shown(capsys)
+    assert code == 0
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert lines[:2] == [f"project: {project}", "user: no file"]
+    for line in (
+        *(
+            "seed = 7 lockstep.toml:3",
+            "save_every = 300 seconds lockstep.toml:4",
+            "sync_batchnorm = True lockstep.toml:5",
+        ),
+        *("clip_norm = 0.5 lockstep.toml:6", "strategy = ddp default"),
+        *("--nproc-per-node 2 lockstep.toml:9", "--max-restarts 3 lockstep.toml:10"),
+    ):
+        assert line in lines
+    assert "bind" not in out
+    told = json.loads(shown(capsys, "--json")[1])
+    assert told["settings"]["seed"] == {"value": 7, "source": "lockstep.toml:3"}
+    assert told["files"] == {"project": str(project)}
+
+
+def test_what_stands_over_what(here, tmp_path, monkeypatch):
+    written(tmp_path / "config" / "lockstep" / "lockstep.toml", "[run]\nseed = 1\nkeep = 1\ncheck_every = 1\n")
+    written(here.parent / "lockstep.toml", "[run]\nseed = 2\nkeep = 2\nworkers = 2\nthreads = 2\n")
+    env = {**os.environ, "LOCKSTEP_THREADS": "4", OPTIONS_VARIABLE: json.dumps({"bucket_mb": "5"})}
+    resolved = resolve_settings({"workers": 3, "threads": 3, "bucket_mb": 3.0}, env)
+    found = {name: (getattr(resolved.values, name), resolved.sources[name]) for name in ("seed", "keep", "check_every")}
+    assert found == {
+        "seed": (2, "lockstep.toml:2"), "keep": (2, "lockstep.toml:3"), "check_every": (1, "lockstep.toml:4"),
+    }  # fmt: skip
+    assert (resolved.values.workers, resolved.sources["workers"]) == (3, "script")
+    assert (resolved.values.threads, resolved.sources["threads"]) == (4, "environment")
+    assert (resolved.values.bucket_mb, resolved.sources["bucket_mb"]) == (5.0, "command line")
+
+
+def test_the_nearest_file_holds_and_pyproject_counts_if_it_has_the_table(here):
+    written(here.parents[1] / "lockstep.toml", "[run]\nseed = 1\n")
+    written(here.parent / "pyproject.toml", '[project]\nname = "x"\n\n[tool.lockstep.run]\nseed = 2\n')
+    written(here / "pyproject.toml", '[project]\nname = "x"\n')
+    resolved = resolve_settings({}, os.environ)
+    assert (resolved.values.seed, resolved.sources["seed"]) == (2, "pyproject.toml:5")
+    written(here.parent / "lockstep.toml", "[run]\nseed = 3\n")
+    assert resolve_settings({}, os.environ).values.seed == 3
+    assert resolve_settings({}, os.environ | {PROJECT: ""}).sources["seed"] == "default"
+    assert resolve_settings({}, os.environ | {PROJECT: str(here.parents[1] / "lockstep.toml")}).values.seed == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="files of another user need root")
+def test_a_file_above_that_another_user_put_there_is_left_alone(here):
+    path = written(here.parent / "lockstep.toml", "[run]\nseed = 1\n")
+    os.chown(path, 12345, 12345)
+    assert project_files(os.environ) == []
+    written(here / "lockstep.toml", "[run]\nseed = 2\n")
+    os.chown(here / "lockstep.toml", 12345, 12345)
+    assert resolve_settings({}, os.environ).values.seed == 2, "in the working directory itself it is the user's choice"
+
+
+WRONG = """
+[run]
+strategi = "ddp"
+seed = -1
+keep = [1]
+[lunch]
+x = 1
+[launch]
+nproc = 1
+bind = 3
+strategy = "ddp"
+grace = true
+"""
+
+
+def test_all_that_is_wrong_is_told_at_once_with_its_line(here, capsys):
+    written(here / "lockstep.toml", WRONG)
+    code, _, err = shown(capsys)
+    assert code == 2
+    assert [line.strip() for line in err.removeprefix("lockstep config show: ").splitlines()] == [
+        "lockstep.toml:6: no table [lunch] is known; did you mean launch?",
+        "lockstep.toml:3: strategi: no such setting; did you mean strategy?",
+        "lockstep.toml:4: seed=-1: it must be at least 0",
+        "lockstep.toml:5: keep = [1]: give a text, a number, true or false",
+        "lockstep.toml:9: [launch] nproc: lockstep run has no such option; did you mean --nproc-per-node?",
+        "lockstep.toml:10: [launch] bind = 3: give true or false",
+        "lockstep.toml:11: [launch] strategy: a setting of the run; write it under [run]",
+        "lockstep.toml:12: [launch] grace = True: give a text or a number",
+    ]
+    with pytest.raises(SettingError, match="no table"):
+        table("prices", project_files(os.environ))
+    written(here / "lockstep.toml", "[run\n")
+    assert "lockstep.toml: " in shown(capsys)[2]
+
+
+SCRIPT = """
+import os
+import lockstep
+
+os.chdir("/")
+with lockstep.Run() as run:
+    if run.leads:
+        print("ranks", run.world_size, "seed", run.settings.values.seed, run.settings.sources["seed"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "ranks 2 seed 7 lockstep.toml:3"),
+        (("--nproc-per-node", "1", "--set", "seed=9"), "ranks 1 seed 9 command line"),
+    ],
+)
+def test_a_run_starts_with_them_wherever_its_script_goes(here, words, says):
+    written(here.parent / "lockstep.toml", ALL)
+    written(here / "train.py", SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", *words, "train.py"], capture_output=True, text=True, check=False
+    )
+    assert says in done.stdout + done.stderr, done
