@@ -254,8 +254,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/parts/gradient_accumulation.py",
-        "torch._foreach_mul_(gradients, samples / counted)",
-        "torch._foreach_mul_(gradients, 1.0)",
+        "foreach_mul_(gradients, samples / counted)",
+        "foreach_mul_(gradients, 1.0)",
         MEAN,
         HAND,
     ),
@@ -401,7 +401,7 @@ MUTANTS = [
     mutant("run/checks/loop_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
     mutant(
         "run/checks/loop_checks.py",
-        '            if was != buffer._version:\n                raise UsageError(\n                    f"the buffer',
+        '            if was != version_of(buffer):\n                raise UsageError(\n                    f"the buffer',
         '            if False:\n                raise UsageError(\n                    f"the buffer',
         "tests/run",
         BUFFERS,
@@ -643,7 +643,7 @@ MUTANTS = [
     ),
     mutant(
         "strategies/not_whole/divided_operations.py",
-        "            _dispatcher()._custom_op_handlers = dict(_of_torch)",
+        "            set_custom_handlers(op_dispatcher(DTensor), dict(_of_torch))",
         "            pass",
         OPERATIONS,
     ),
@@ -661,7 +661,7 @@ MUTANTS = [
     ),
     mutant(
         "strategies/not_whole/held_parameters.py",
-        "if gathered is not None and gathered._version != version:",
+        "if gathered is not None and version_of(gathered) != version:",
         "if False:",
         TRAINING,
     ),
@@ -692,14 +692,14 @@ MUTANTS = [
     ),
     mutant(
         "strategies/not_whole/absent_parameters.py",
-        "changes = func._schema.is_mutable and self._in_loop()",
+        "changes = schema_of(func).is_mutable and self._in_loop()",
         "changes = False",
         SERVED,
     ),
     mutant(
         "strategies/not_whole/absent_parameters.py",
-        "changes = func._schema.is_mutable and self._in_loop()",
-        "changes = func._schema.is_mutable",
+        "changes = schema_of(func).is_mutable and self._in_loop()",
+        "changes = schema_of(func).is_mutable",
         SERVED,
     ),
     mutant(

@@ -26,6 +26,7 @@ from lockstep.checkpoint import (
     load_part,
     load_tree,
     merge_parts,
+    pinned_memory,
     read_part_head,
 )
 from lockstep.collectives import NeighbourLink, TensorShard, open_group, single_rank_group
@@ -87,7 +88,7 @@ def test_the_parts_of_all_ranks_together_are_the_whole_tree(tmp_path_factory, ro
             merge_parts(lacking)
 
 
-def test_of_two_slots_one_is_always_whole(tmp_path):
+def test_of_two_slots_one_is_always_whole(tmp_path, monkeypatch):
     """The process may be killed at any moment; a tensor that changes while it is copied makes no slot."""
     small, large, grown = torch.zeros(3), torch.zeros(1 << 17), 0
     writer = PartWriter(tmp_path)
@@ -105,16 +106,17 @@ def test_of_two_slots_one_is_always_whole(tmp_path):
         assert tree["small"].tolist() == [step] * 3
         assert torch.equal(tree["large"], large)
         assert tree["n"] == grown
-    real = torch._foreach_copy_
-    try:
-        torch._foreach_copy_ = lambda places, sources, **how: (
-            real(places, sources, **how),
-            [one.add_(1) for one in sources],
-        )
-        writer.begin(9, {}, FlatTree.of({"small": small, "large": large, "n": grown}))
-        writer.finish()
-    finally:
-        torch._foreach_copy_ = real
+    real = pinned_memory.foreach_copy_
+
+    def changing(places, sources, **how):
+        real(places, sources, **how)
+        for source in sources:
+            source.add_(1)
+
+    monkeypatch.setattr(pinned_memory, "foreach_copy_", changing)
+    writer.begin(9, {}, FlatTree.of({"small": small, "large": large, "n": grown}))
+    writer.finish()
+    monkeypatch.undo()
     assert [head.step for head in heads(tmp_path)] == [8], "it was changed while it was copied"
     writer.begin(10, {}, FlatTree.of({"small": small}))
     writer.close()

@@ -26,7 +26,12 @@ def script(change):
     model, kept = net(), net()
     trainer, average, inputs = Trainer(model), copy.deepcopy(model), torch.zeros(4, 3)
     state = SimpleNamespace(
-        models=[model], optimizers=[], schedulers=[], sample_sources=[], kept={"kept": as_stateful("kept", kept)}
+        models=[model],
+        optimizers=[],
+        schedulers=[],
+        sample_sources=[],
+        kept={"kept": as_stateful("kept", kept)},
+        transient_buffers=list,
     )
     before = script_state(sys._getframe(), state, LineCalls())
     change(SimpleNamespace(**locals()))
