@@ -401,8 +401,8 @@ MUTANTS = [
     mutant("run/checks/loop_checks.py", "if _mark(self._state.kept[name]) != mark:", "if False:", STEP),
     mutant(
         "run/checks/loop_checks.py",
-        '            if was != version_of(buffer):\n                raise UsageError(\n                    f"the buffer',
-        '            if False:\n                raise UsageError(\n                    f"the buffer',
+        "            if was != version_of(buffer):\n                raise",
+        "            if False:\n                raise",
         "tests/run",
         BUFFERS,
     ),
