@@ -5,6 +5,15 @@ Such as ``ddp``, or with options::
     lockstep run --strategy ddp:compress=powersgd,rank=2 train.py
                             ^^^ ^^^^^^^^^^^^^^^^^^^^^^^^
                             name       its options
+
+    strategy           what a strategy does, in the order of the loop; delegation: around another one
+    parts/             what several strategies are made of: buffers, accumulation, layouts, norms
+    replicated/        none, dp, ddp, zero, auto                local/             local-sgd, diloco
+    sharded/           fsdp, hsdp                               parameter_server/  parameter-server, hybrid
+    tensor_parallel/   layers divided among neighbours          pipelined/         pipeline
+    not_whole/         parameters of which a rank holds a part or nothing
+
+`strategy_kinds` says which words and options there are; a strategy of another package needs nothing here.
 """
 
 from __future__ import annotations

@@ -1,17 +1,12 @@
 """`lockstep.tune`: evolutionary search on islands, whose trials are data-parallel runs.
 
-start_search          tune(): starts workers, or is a rank of one
-driver                starts and watches workers: each is a run of the launcher
-trial_ranks           what each rank of a worker does; rank_channel: how the ranks of a worker agree
-search_worker         on the leader of a worker: chooses and records trials; breeding: proposes their parameters
-search/               spaces, operators, algorithms, islands: pure functions of values    (no files, no torch)
-stopping/             rules that stop a trial early, from its reports and those of others
-trial                 all that is known about one trial; outcome: how an objective ended
-journal, records      append-only files, one for each worker, that hold the search; trial_history: read back
-claims                which worker has which trial; death: how the ranks of a worker died
-search_directory      the files of a run directory
-result, summary       the result of a search; views: shown while it runs; pictures/: drawn
-optuna_study          searches as studies of Optuna, and back
+start_search    tune(): starts workers, or is a rank of one; search_settings: what it is set to
+search/         spaces, operators, algorithms, islands: pure functions of values    (no files, no torch)
+stopping/       rules that stop a trial early, from its reports and those of others
+workers/        the processes of a search: who starts them, and what each rank of a worker does
+record/         what is written down: append-only files that hold the search, and which worker has which trial
+results/        the result of a search, its views while it runs, studies of Optuna
+pictures/       drawn
 """
 
 import sys

@@ -34,7 +34,7 @@ class BatchSource(Protocol):
         """A checksum of the samples at ``indices``. Ends an open pass."""
 
     def is_outdated(self, *, ahead: bool) -> bool:
-        """See `MicroBatchLoader.is_outdated`."""
+        """As `MicroBatchLoader.is_outdated`, of the pass that `read` has begun."""
 
     def close(self) -> None:
         """No loader process runs afterwards. May be called twice."""

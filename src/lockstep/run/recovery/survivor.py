@@ -207,7 +207,7 @@ class EmergencyMemory(Emergency):
         )
 
     def protect(self) -> str:
-        """See `Emergency.protect`."""
+        """Try again to open what protects this rank's steps, where that failed; why it failed, or "". Collective."""
         if any(self._refused):
             before = self._refused
             self._refused = tuple(self._group.gather_objects(self._open_journal(), "emergency memory"))

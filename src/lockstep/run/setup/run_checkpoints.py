@@ -309,7 +309,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @property
     def differs(self) -> bool:
-        """See `RunCheckpointer.differs`."""
+        """Whether something that the bits depend on has changed since the checkpoint, which was said."""
         return bool(self._said)
 
     @override
