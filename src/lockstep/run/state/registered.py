@@ -65,7 +65,7 @@ class State:
 
     def transient_buffers(self) -> list[torch.Tensor]:
         """The buffers of models that are in no state_dict: most are constants, such as tables of positions."""
-        return [buffer for each in self._transient for buffer in each.buffers().values()]
+        return [buffer for each in self._transient for buffer in each.registered()]
 
     def require_same_dtypes(self) -> None:
         """Check that models compute with the numbers that they had when they were registered.
@@ -279,22 +279,25 @@ class TransientBuffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Final = module
-        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self.buffers().items()}
+        self._before: Final = {name: int(checksum(buffer)) for name, buffer in self._buffers().items()}
+
+    def registered(self) -> list[torch.Tensor]:
+        """Those that the module had when it was registered; asks no other rank, as a ``state_dict()`` may."""
+        return [buffer for name, buffer in self._module.named_buffers() if name in self._before]
 
     def state(self) -> dict[str, torch.Tensor]:
         """Those that have changed, by name. Waits for the GPU."""
-        now = self.buffers()
+        now = self._buffers()
         return {name: b.detach() for name, b in now.items() if int(checksum(b)) != self._before.get(name)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put `state` back."""
-        buffers = self.buffers()
+        buffers = self._buffers()
         with torch.no_grad():
             for name, value in state.items():
                 buffers[name].copy_(value)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """All of them, by name."""
+    def _buffers(self) -> dict[str, torch.Tensor]:
         persistent = {id(tensor) for tensor in self._module.state_dict(keep_vars=True).values()}
         return {
             name: buffer
