@@ -57,9 +57,8 @@ from lockstep.launch.schedulers.grid_engine import GridEngine
 from lockstep.launch.schedulers.job_script import site_defaults
 from lockstep.launch.schedulers.pbs import Pbs
 from lockstep.launch.schedulers.scheduler import text_of
-from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.schedulers.slurm import Slurm
-from lockstep.project_files import project_files, resolve_settings
+from lockstep.project_files import FILE, project_files, resolve_settings
 from lockstep.records import object_from, read_bytes
 from lockstep.report import RanksFile, RankStatus, Status, StatusFile
 from lockstep.report.metrics_file import MetricsFile
@@ -474,7 +473,7 @@ source = "here"
 
 
 def a_site_file(tmp_path):
-    path = tmp_path / SITE_FILE
+    path = tmp_path / FILE
     path.write_text(SITE)
 
     def read():

@@ -174,3 +174,69 @@ def test_a_run_starts_with_them_wherever_its_script_goes(here, words, says):
         [sys.executable, "-m", "lockstep", "run", *words, "train.py"], capture_output=True, text=True, check=False
     )
     assert says in done.stdout + done.stderr, done
+
+
+def test_options_of_a_single_start_are_for_the_command_line(here, capsys):
+    for name in ("fresh", "resume", "fault", "no_python"):
+        written(here / "lockstep.toml", f"[launch]\n{name} = true\n")
+        assert f"lockstep.toml:2: [launch] {name.replace('_', '-')}: of one start" in shown(capsys)[2]
+    written(here / "lockstep.toml", '[launch]\nmax-restarts = "x"\non-hang = "explode"\n')
+    told = shown(capsys)[2]
+    assert "lockstep.toml:2: argument --max-restarts: invalid int value: 'x'" in told
+    assert "lockstep.toml:3: argument --on-hang: invalid choice: 'explode'" in told
+    assert cli.main(["job", "slurm", "--time", "1h", "--gpus", "2", "train.py"]) == 2, "the job would read them, too"
+
+
+def test_a_mention_is_no_table_and_what_is_none_is_refused(here, capsys):
+    written(here.parent / "lockstep.toml", "[run]\nseed = 5\n")
+    written(here / "pyproject.toml", "# see tool.lockstep in the docs\n[project]\nname = 'x'\n")
+    assert resolve_settings({}, os.environ).values.seed == 5
+    written(here / "pyproject.toml", "[tool]\nlockstep = {run = {seed = 6}}\n")
+    assert resolve_settings({}, os.environ).values.seed == 6
+    written(here / "pyproject.toml", "[tool]\nlockstep = 3\n")
+    assert "tool.lockstep = 3; write tables" in shown(capsys)[2]
+
+
+RESTARTED = """
+import os, pathlib
+import lockstep
+
+with lockstep.Run() as run:
+    generation = os.environ["LOCKSTEP_GENERATION"]
+    print("generation", generation, "keep", run.settings.values.keep, flush=True)
+    if generation == "0":
+        pathlib.Path("lockstep.toml").write_text("[run]\\nkeep = 9\\n")
+        os._exit(3)
+"""
+
+
+def test_a_file_that_changes_meanwhile_is_for_the_next_run(here):
+    written(here / "lockstep.toml", "[run]\nkeep = 5\n[launch]\nmax-restarts = 1\nnproc-per-node = 1\n")
+    written(here / "train.py", RESTARTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "train.py"], capture_output=True, text=True, check=False
+    )
+    assert "generation 0 keep 5" in done.stdout, done
+    assert "generation 1 keep 5" in done.stdout, done
+
+
+def test_commands_that_start_runs_of_their_own_read_the_same_file_and_no_options(here):
+    written(here.parent / "lockstep.toml", "[run]\nseed = 5\n[launch]\nnnodes = 2\n")
+    written(here / "train.py", SCRIPT_OF_STEPS)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "verify", "--only", "surroundings", "--time", "60", "train.py"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SCRIPT_OF_STEPS = """
+import torch
+import lockstep
+
+with lockstep.Run() as run:
+    model = run.model(torch.nn.Linear(2, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in run.train(run.loader(torch.ones(32, 2), global_batch=8, micro_batch=2)):
+        run.step(model(x).square().mean())
+"""

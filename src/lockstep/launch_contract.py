@@ -23,6 +23,8 @@ MEASURE = "LOCKSTEP_MEASURE"  #: what a benchmark has each rank measure, see `lo
 TRANSCRIPT = (
     "LOCKSTEP_TRANSCRIPT"  #: what each rank writes down of its steps, see `lockstep.transcript.TranscriptRequest`
 )
+BARE = "LOCKSTEP_BARE"  #: "1": `lockstep run` takes no options from files, as where another command starts it
+PROJECT_SETTINGS = "LOCKSTEP_PROJECT_SETTINGS"  #: what the files said of settings when the launcher started, as JSON
 PROJECT = "LOCKSTEP_PROJECT"  #: the file with the project's defaults; empty: there is none; unset: the nearest one
 LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, where two contradict each other
 SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this rank is one; set by `lockstep tune`

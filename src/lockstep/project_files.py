@@ -10,19 +10,20 @@ The project's file is the nearest one, from the working directory upward. Its ta
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean
-from lockstep.launch_contract import PROJECT
-from lockstep.records import read_bytes, toml_in
+from lockstep.launch_contract import PROJECT, PROJECT_SETTINGS
+from lockstep.records import read_bytes, toml_in, value_in
 from lockstep.settings import ResolvedSettings, SettingsLayer
 
 FILE: Final = "lockstep.toml"
@@ -85,35 +86,69 @@ def table(name: str, files: Sequence[ProjectFile]) -> dict[str, Any]:
 def resolve_settings(given: Mapping[str, Any], env: Mapping[str, str]) -> ResolvedSettings:
     """`ResolvedSettings.resolve` of what the script gives, with the files that hold here.
 
+    Below a launcher, with what they said when that was started.
+
     Raises:
         SettingError: as `project_files` and `ResolvedSettings.resolve` do.
     """
-    layers = [
+    if frozen := env.get(PROJECT_SETTINGS):
+        said: dict[str, list[str]] = value_in(frozen)
+        values = {name: text for name, (text, _) in said.items()}
+        return ResolvedSettings.resolve(given, env, [SettingsLayer(values, lambda name: said[name][1])])
+    return ResolvedSettings.resolve(given, env, _layers(project_files(env)))
+
+
+def freeze_settings(env: MutableMapping[str, str]) -> None:
+    """Let `resolve_settings` give what the files say now to all processes that ``env`` is handed on to.
+
+    Else ranks that start later would train with other settings, if a file is changed meanwhile.
+
+    Raises:
+        SettingError: as `resolve_settings` does.
+    """
+    resolved = ResolvedSettings.resolve({}, {}, layers := _layers(project_files(env)))
+    said = {name: (str(text), layer.place(name)) for layer in layers for name, text in layer.texts().items()}
+    env[PROJECT_SETTINGS] = json.dumps({name: pair for name, pair in said.items() if name in resolved.sources})
+
+
+def fix_project(env: MutableMapping[str, str]) -> None:
+    """Let processes that ``env`` is handed on to read the project's file of this directory, wherever they work."""
+    path = _project_path(env)
+    env[PROJECT] = "" if path is None else str(path.absolute())
+
+
+def _layers(files: Sequence[ProjectFile]) -> list[SettingsLayer]:
+    return [
         SettingsLayer(file.table("run"), partial(file.place, "run"), tuple(unknown_tables([file])))
-        for file in reversed(project_files(env))
+        for file in reversed(files)
     ]
-    return ResolvedSettings.resolve(given, env, layers)
 
 
 def _project_path(env: Mapping[str, str]) -> Path | None:
     if (named := env.get(PROJECT)) is not None:
         return Path(named) if named else None
     here = Path.cwd()
-    above = (path for directory in here.parents for path in _files_in(directory) if _is_own(path))
-    return next(chain(_files_in(here), above), None)
+    for directory in (here, *here.parents):
+        # Where others write to, too, only what is the user's own is the user's choice.
+        needs_own = directory != here or bool(here.stat().st_mode & stat.S_IWOTH)
+        for path in (directory / FILE, directory / _PYPROJECT):
+            if path.is_file() and (not needs_own or _is_own(path)) and (path.name == FILE or _has_tables(path)):
+                return path
+    return None
 
 
-def _files_in(directory: Path) -> Iterator[Path]:
-    own, pyproject = directory / FILE, directory / _PYPROJECT
-    if own.is_file():
-        yield own
-    if pyproject.is_file() and "tool.lockstep" in pyproject.read_text(encoding="utf-8", errors="replace"):
-        yield pyproject
+def _has_tables(pyproject: Path) -> bool:
+    """Whether a ``pyproject.toml`` says something to Lockstep."""
+    try:
+        text = read_bytes(pyproject).decode()
+        return "lockstep" in text and "lockstep" in toml_in(text).get("tool", {})
+    except (ValueError, OSError):  # which other tools will tell
+        return False
 
 
 def _is_own(path: Path) -> bool:
-    """Whether nobody but this user, or root, may have put ``path`` into a directory that others write to, too."""
-    return path.stat().st_uid in (os.getuid(), 0)
+    """Whether nobody but this user, or root, has put ``path`` there, or what it leads to."""
+    return {path.lstat().st_uid, path.stat().st_uid} <= {os.getuid(), 0}
 
 
 def _user_path(env: Mapping[str, str]) -> Path | None:
@@ -131,6 +166,8 @@ def _read(path: Path, of: Literal["project", "user"]) -> ProjectFile:
     prefix = ""
     if path.name == _PYPROJECT:
         prefix, tables = "tool.lockstep.", tables.get("tool", {}).get("lockstep", {})
+    if not isinstance(tables, dict):
+        raise SettingError(f"{path}: tool.lockstep = {tables!r}; write tables, such as [tool.lockstep.run]")
     return ProjectFile(path, of, tables, text, prefix)
 
 

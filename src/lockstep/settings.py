@@ -362,6 +362,14 @@ class SettingsLayer:
     place: Callable[[str], str]  #: of a name in the file, as ``lockstep.toml:3``
     wrong: tuple[str, ...] = ()  #: what else is wrong in the file, in words
 
+    def texts(self) -> dict[str, str]:
+        """The values as a command line has them.
+
+        Raises:
+            SettingError: for a list, a table or a date.
+        """
+        return {name: _as_text(name, value) for name, value in self.values.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:

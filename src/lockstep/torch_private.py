@@ -1,7 +1,7 @@
 """The private names of torch that Lockstep uses: each is taken here, and nowhere else.
 
 A release of torch may change any of them without a word. So each function says what it is for, and what goes wrong if
-the name is gone; `tests/test_torch_private.py` calls each of them, and `require` refuses a strategy on a torch that
+the name is gone; `tests/test_private_names.py` calls each of them, and `require` refuses a strategy on a torch that
 lacks what the strategy needs. All were tried with torch 2.13.
 """
 

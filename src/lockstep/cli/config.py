@@ -15,14 +15,21 @@ from lockstep.cli.run_options import run_options
 from lockstep.cpython_private import actions_of
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean, harmless
-from lockstep.launch_contract import EXIT_OK, PROJECT
-from lockstep.project_files import FILE, ProjectFile, project_files, resolve_settings, unknown_tables
+from lockstep.launch_contract import BARE, EXIT_OK, PROJECT
+from lockstep.project_files import FILE, ProjectFile, freeze_settings, project_files, resolve_settings, unknown_tables
 from lockstep.settings import Settings
 
 T = TypeVar("T")
 
 
-class _LaunchOption(NamedTuple):
+#: Options of a single start: each time it began, a job that goes on would begin so again.
+_ONCE = {
+    *("help", "set", "module", "no-python", "attach", "fault", "fit"),
+    *("fresh", "resume", "resume-from"),
+}
+
+
+class LaunchOption(NamedTuple):
     """An option of ``lockstep run`` that a file gives."""
 
     words: list[str]
@@ -32,26 +39,36 @@ class _LaunchOption(NamedTuple):
 def launch_words(options: argparse.ArgumentParser) -> list[str]:
     """The words that the files' tables ``[launch]`` put before those of a command line, which may say otherwise.
 
-    The ranks of this launcher read the same file of the project, also if their script changes its directory.
+    What is true in a file cannot be taken back. The ranks of this launcher have the settings that the files give now.
 
     Raises:
         SettingError: for unknown options and values that cannot be used, all of them at once.
     """
-    files = project_files(os.environ)
-    project = next((file for file in files if file.of == "project"), None)
-    os.environ[PROJECT] = "" if project is None else str(project.path.absolute())
-    return [word for option in _launch_options(files, options) for word in option.words]
+    freeze_settings(os.environ)
+    if os.environ.pop(BARE, ""):
+        return []
+    return [word for option in launch_options(options) for word in option.words]
 
 
-def _launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParser) -> list[_LaunchOption]:
+def launch_options(options: argparse.ArgumentParser) -> list[LaunchOption]:
+    """The options of ``lockstep run`` that the files give.
+
+    Raises:
+        SettingError: as `launch_words` does.
+    """
+    return _launch_options(project_files(os.environ), options)
+
+
+def _launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParser) -> list[LaunchOption]:
     known = {name: action for action in actions_of(options) for name in action.option_strings if name.startswith("--")}
-    found: dict[str, _LaunchOption] = {}
+    found: dict[str, LaunchOption] = {}
     wrong = unknown_tables(files)
     for file in reversed(files):
         for key, value in file.table("launch").items():
             option, place = f"--{key.replace('_', '-')}", file.place("launch", key)
             try:
-                found[option] = _LaunchOption(_words(option, value, known), place)
+                found[option] = LaunchOption(_words(option, value, known), place)
+                options.parse_known_args(found[option].words)
             except SettingError as error:
                 wrong.append(f"{place}: {error}")
     if wrong:
@@ -63,8 +80,11 @@ def _words(option: str, value: Any, known: dict[str, argparse.Action]) -> list[s
     name = option[2:]
     if name.replace("-", "_") in {field.name for field in fields(Settings)}:
         raise SettingError(f"[launch] {name}: a setting of the run; write it under [run]")
-    if option not in known or name in ("help", "set", "module", "no-python"):
-        raise SettingError(f"[launch] {name}: lockstep run has no such option; {did_you_mean(option, known)}")
+    if name.replace("_", "-") in _ONCE:
+        raise SettingError(f"[launch] {name}: of one start, not of a project; give it on the command line")
+    if option not in known:
+        offered = [one for one in known if one[2:] not in _ONCE]
+        raise SettingError(f"[launch] {name}: lockstep run has no such option; {did_you_mean(option, offered)}")
     has_value = known[option].nargs != 0
     if isinstance(value, bool) and not has_value:
         return [option] if value else []
@@ -118,7 +138,7 @@ def _or_note(wrong: list[str], read: Callable[[], T]) -> T | None:
         return None
 
 
-def _lines(files: Sequence[ProjectFile], resolved: Any, options: Sequence[_LaunchOption]) -> Iterator[str]:
+def _lines(files: Sequence[ProjectFile], resolved: Any, options: Sequence[LaunchOption]) -> Iterator[str]:
     found = {file.of: str(file.path) for file in files}
     for of in ("project", "user"):
         yield f"{of + ':':<9}{found.get(of, 'no file')}"

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
-from lockstep.cli.config import launch_words
+from lockstep.cli.config import launch_options, launch_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
@@ -40,8 +40,8 @@ from lockstep.cli.verify import said_of
 from lockstep.cpython_private import actions_of, add_action
 from lockstep.errors import LaunchError, LockstepError, SettingError
 from lockstep.formatting import command_line, did_you_mean, harmless
-from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE
-from lockstep.project_files import project_files, resolve_settings
+from lockstep.launch_contract import EXIT_FAILED, EXIT_OK, EXIT_USAGE, PROJECT, PROJECT_SETTINGS
+from lockstep.project_files import fix_project, project_files, resolve_settings
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
 from lockstep.settings import Settings
@@ -106,12 +106,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Some commands are two words, such as: job slurm.
     length = 2 if group else 1
     name, rest = " ".join(words[:length]), words[length:]
+    before = {variable: os.environ.get(variable) for variable in (PROJECT, PROJECT_SETTINGS)}
     try:
         if name not in COMMANDS:
             raise SettingError(f"no such command: {name}; {_meant(name)}")
         command = COMMANDS[name]
         options = command.options()
-        if name == "run":
+        fix_project(os.environ)
+        if name == "run" and not {"-h", "--help"} & {*rest[:1]}:
             rest = [*launch_words(options), *rest]
         parsed, unknown = options.parse_known_args(rest)
         if unknown:
@@ -122,6 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = harmless(str(error), keep="\n")
         print(f"lockstep{f' {name}' if name in COMMANDS else ''}: {text}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, LaunchError) else EXIT_USAGE
+    finally:
+        # What was handed on to processes of this command is not for the next one of a program that calls this.
+        for variable, value in before.items():
+            os.environ.pop(variable, None)
+            os.environ |= {} if value is None else {variable: value}
 
 
 def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
@@ -230,7 +237,7 @@ def job_options(name: str) -> Parser:
         prog=f"lockstep job {name}",
         usage=f"lockstep job {name} [options] script.py [script options]",
         description=f"Write a complete job script, to stdout or a file. What is not given here may stand in the table "
-        f"{table} of lockstep.toml in the working directory, under the same names; and setup and extra there, lists of "
+        f"{table} of lockstep.toml, under the same names; and setup and extra there, lists of "
         "shell lines before the launcher and of more options for the scheduler.",
         allow_abbrev=False,
         formatter_class=option_lines(32),
@@ -276,6 +283,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
+    launch_options(run_options())  # which the job will read
     site = job_script.site_defaults(scheduler, project_files(os.environ))
     request = job_script.checked(request.with_defaults(site))
     run = _given(run_options(), parsed)

@@ -27,9 +27,11 @@ def site_prices() -> Any:
     """
     from lockstep.scale import Prices
 
-    prices = site_table("prices")
+    files = project_files(os.environ)
+    prices = table("prices", files)
     currency = str(prices.pop("currency", "")) or "per hour"
     for name, price in prices.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
-            raise SettingError(f"[prices]: {name} = {price!r}; give a number, of one device for one hour")
+            place = next(file.place("prices", name) for file in files if name in file.table("prices"))
+            raise SettingError(f"{place}: {name} = {price!r}; give a number, of one device for one hour")
     return Prices(prices, currency if prices else "")

@@ -37,14 +37,12 @@ from lockstep.launch.launcher import launch, start, watch
 from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
-from lockstep.launch.schedulers.script_text import SITE_FILE
 from lockstep.launch.workers.fork_server import import_torch
 from lockstep.launch.workers.rank_process import entry_point
 from lockstep.launch_contract import STOP_SIGNALS
 
 __all__ = [
     "JOB_SCRIPT_SCHEDULERS",
-    "SITE_FILE",
     "STOP_SIGNALS",
     "AfterFailure",
     "Allocation",

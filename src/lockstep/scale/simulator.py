@@ -111,8 +111,12 @@ def _cost(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> 
             f"strategy {strategy.name} does not say what its steps cost (StrategyKind.cost); measure a step with "
             "lockstep bench"
         )
-    cost: StrategyCost = pkgutil.resolve_name(place)(profile, system, strategy)
-    return cost
+    try:
+        cost = pkgutil.resolve_name(place)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise PlanError(f"strategy {strategy.name}: cost={place!r} cannot be loaded: {error}") from error
+    found: StrategyCost = cost(profile, system, strategy)
+    return found
 
 
 def _cv(profile: StepProfile) -> float:

@@ -115,8 +115,9 @@ def start_of(variant: Variant, sweep: Sweep, sizes: BatchSizes | None, *, on_gpu
     """
     settings = dict(sweep.settings)
     ranks, name = variant.ranks, variant.strategy
-    one_process = kind_of(name).one_process
-    if one_process and "devices" not in split(name)[1]:
+    kind = kind_of(name)
+    one_process = kind.one_process
+    if one_process and "devices" in kind.option_names and "devices" not in split(name)[1]:
         name = f"{name}{',' if ':' in name else ':'}devices={ranks}"
         settings |= {} if on_gpu else {"rehearse": "true"}
     processes = 1 if one_process else ranks

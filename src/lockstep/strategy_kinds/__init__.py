@@ -118,7 +118,17 @@ def _entry_points() -> dict[str, EntryPoint]:
     # Takes 30 ms, which only those pay who ask for a strategy of another package, or for help.
     from importlib.metadata import entry_points
 
-    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=_GROUP):
+        if (other := found.setdefault(entry.name, entry)).value != entry.value:
+            raise SettingError(
+                f"two packages bring a strategy {entry.name}: {_owner(other)} and {_owner(entry)}; remove one of them"
+            )
+    return found
+
+
+def _owner(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "a package"
 
 
 @cache
@@ -128,8 +138,7 @@ def _load(entry: EntryPoint) -> StrategyKind:
     Raises:
         SettingError: if it cannot be imported, or is no kind of this name.
     """
-    owner = entry.dist.name if entry.dist else "a package"
-    place = f"strategy={entry.name}: the entry point {entry.name} = {entry.value!r} of {owner}"
+    place = f"strategy={entry.name}: the entry point {entry.name} = {entry.value!r} of {_owner(entry)}"
     try:
         kind = entry.load()
     except Exception as error:

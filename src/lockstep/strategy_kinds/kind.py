@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, Literal
 
+from lockstep.settings import read_options
+
 Divided = Literal["parameters", "gradients", "optimizer"]
 """What a strategy may divide between ranks."""
 
@@ -56,6 +58,6 @@ class StrategyKind:
 
     def unpredicted(self, options: Mapping[str, str]) -> str:
         """The first of ``options`` of which no formula is known, as it was written; empty without one."""
-        defaults = {field.name: str(field.default) for field in fields(self.options)}
-        given = ((name, text) for name, text in options.items() if name in self.not_predicted)
-        return next((f"{name}={text}" for name, text in given if text != defaults[name]), "")
+        defaults, given = self.options(), read_options(f"strategy {self.name}", self.options, options)
+        others = (name for name in options if getattr(given, name) != getattr(defaults, name))
+        return next((f"{name}={options[name]}" for name in others if name in self.not_predicted), "")

@@ -18,6 +18,7 @@ class ParameterServerOptions:
     staleness: int | None = None  #: of async: by how many steps a worker may be ahead of the slowest; None: any number
 
     def __post_init__(self) -> None:
+        _check_servers("parameter-server", self.servers)
         if self.mode not in ("sync", "async"):
             raise SettingError(f"strategy parameter-server: mode={self.mode!r}; give sync or async")
         if self.staleness is not None and (self.mode == "sync" or self.staleness < 0):
@@ -33,6 +34,14 @@ class HybridOptions:
 
     servers: int = 1  #: how many of the ranks serve, the last ones
     served: str = ""  #: names of the embeddings that lie there, joined by '+'; all of them, if there is none
+
+    def __post_init__(self) -> None:
+        _check_servers("hybrid", self.servers)
+
+
+def _check_servers(strategy: str, servers: int) -> None:
+    if servers < 1:
+        raise SettingError(f"strategy {strategy}: servers={servers}; give a number from 1")
 
 
 KINDS: Final = (

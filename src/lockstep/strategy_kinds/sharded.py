@@ -62,6 +62,11 @@ class HsdpOptions(FsdpOptions):
     #: Ranks that hold one copy of the model, or of a tensor group's part of it; 0: those of a node.
     shard: int = 0
 
+    def __post_init__(self) -> None:
+        FsdpOptions.__post_init__(self)
+        if self.shard < 0:
+            raise SettingError(f"shard={self.shard}: give the ranks that hold a copy, 1 or more")
+
 
 KINDS: Final = (
     StrategyKind(

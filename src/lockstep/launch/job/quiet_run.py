@@ -19,7 +19,7 @@ from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.host.child_process import die_with_parent
 from lockstep.launch.job.request import Module, Request, Script
 from lockstep.launch.launcher import watch
-from lockstep.launch_contract import EXIT_FAILED, EXIT_USAGE, STOP_SIGNALS
+from lockstep.launch_contract import BARE, EXIT_FAILED, EXIT_USAGE, STOP_SIGNALS
 
 _LAST_LINES = 3  # of the launcher, where no rank has said why it failed
 
@@ -125,7 +125,7 @@ def launch_quietly(
     """
     with subprocess.Popen(
         [sys.executable, "-m", "lockstep", "run", *options],
-        env=dict(env),
+        env={**env, BARE: "1"},
         cwd=directory,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

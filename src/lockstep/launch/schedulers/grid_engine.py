@@ -42,7 +42,6 @@ from lockstep.launch.schedulers.scheduler import (
     whole_number,
 )
 from lockstep.launch.schedulers.script_text import (
-    SITE_FILE,
     Directive,
     Usage,
     clock,
@@ -52,6 +51,7 @@ from lockstep.launch.schedulers.script_text import (
     script_text,
     warning_s,
 )
+from lockstep.project_files import FILE
 
 #: What Grid Engine takes for: start this job again.
 EXIT_RERUN: Final = 99
@@ -139,9 +139,7 @@ class GridEngine(WritesJobScripts):
     def job_script(self, request: JobRequest, command: JobCommand) -> str:
         """With a comment above each directive that needs one: on the same line it would be read as more options."""
         if request.gpus is not None and not request.gpus.isdigit():
-            raise SettingError(
-                f"--gpus {request.gpus}: Grid Engine takes a number; name the kind with extra in {SITE_FILE}"
-            )
+            raise SettingError(f"--gpus {request.gpus}: Grid Engine takes a number; name the kind with extra in {FILE}")
         name, time_s, slots = job_name(request, command), request.time_s or 0, _slots(request)
         directives = given(
             Directive("-S /bin/bash"),

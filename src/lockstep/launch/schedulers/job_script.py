@@ -11,8 +11,7 @@ from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest, WritesJobScripts
-from lockstep.launch.schedulers.script_text import SITE_FILE
-from lockstep.project_files import ProjectFile, unknown_tables
+from lockstep.project_files import FILE, ProjectFile, unknown_tables
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -29,9 +28,7 @@ def write(scheduler: WritesJobScripts, request: JobRequest, command: JobCommand)
         *scheduler.missing(request),
     ]
     if missing:
-        raise SettingError(
-            f"missing: {'; '.join(missing)}. Give them here, or once in {SITE_FILE} under [{scheduler.name}]"
-        )
+        raise SettingError(f"missing: {'; '.join(missing)}. Give them here, or once in {FILE} under [{scheduler.name}]")
     return scheduler.job_script(request, command)
 
 

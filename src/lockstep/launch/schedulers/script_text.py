@@ -6,13 +6,12 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from lockstep.errors import SettingError
 from lockstep.formatting import acts, harmless
 from lockstep.launch.schedulers.scheduler import JobCommand, JobRequest
-
-SITE_FILE: Final = "lockstep.toml"  #: where a site's or a project's defaults are found: in the working directory
+from lockstep.project_files import FILE
 
 #: How long before the end of the job the run is asked to save and stop.
 _WARNING_S = 120
@@ -49,7 +48,7 @@ def given(*directives: Directive | str | int | Literal[False] | None) -> list[Di
 
 def from_site(request: JobRequest) -> list[Directive]:
     """The options that the site's file adds."""
-    return [Directive(option, f"from {SITE_FILE}") for option in request.extra]
+    return [Directive(option, f"from {FILE}") for option in request.extra]
 
 
 def refuse_control_characters(text: str) -> str:

@@ -164,7 +164,8 @@ class BodyChanges:
 
     def line_at_step(self, place: Place) -> int:
         """The line by which a place, or an item there, is changed within a pass where a step is done; 0 for none."""
-        items = id(place.value(None))
+        value = place.value(None)
+        items = id(value) if is_of(value, *_CONTAINERS, torch.Tensor, np.ndarray) else 0
         return self._at_steps.get(place.slot) or next((at for (of, _), at in self._at_steps.items() if of == items), 0)
 
     def line_of(self, place: Place, *, always: bool) -> int:

@@ -77,7 +77,8 @@ class TrainingInputs:
             found.when_needed |= {there.key} if key in self.when_needed else set()
             found.of_bodies |= {there.key} if key in self.of_bodies else set()
             if key in self.made_with:
-                found.made_with[there.key] = self.made_with[key]
+                made = self.made_with[key]
+                found.made_with[there.key] = [each._replace(owner=owner_of(each.owner)) for each in made]
         return found
 
     def held_between(self) -> Held:

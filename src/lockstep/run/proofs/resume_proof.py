@@ -337,7 +337,8 @@ def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
     """What differs first, in the order in which a step is made, with what variables of the script have lost."""
-    lost = [f"{name} held other weights when it began" for name in of_script.weights] + of_script.inputs
+    weights = of_script.weights if _has_same_bits(before, now) else []
+    lost = [*(f"{name} held other weights when it began" for name in weights), *of_script.inputs]
     difference = _difference_of_step(before, now)
     if difference is not None:
         reasons = f" ({'; '.join(lost[:_MOST_REASONS])})" if lost else ""

@@ -175,7 +175,7 @@ class Shutdown:
                 is_resumed = context.checkpointer.resumed is not None and not self._end_of_step.steps
                 if self._start.resumed_at_end:
                     error.add_note(_RESUMED_AT_END)
-                elif is_resumed:
+                elif is_resumed and not isinstance(error, torch.OutOfMemoryError | MemoryError):
                     error.add_note(_RESUMED)
             add_advice(error)
             write_torchelastic_error(error, os.environ)

@@ -27,6 +27,7 @@ from lockstep.memory_use import text_of
 _WENT_ON: Final = "went on"
 _POLL_S: Final = 0.1
 _QUIET_POLLS: Final = 3
+_QUIET_POLLS_SPINNING: Final = 20
 _READ_S: Final = 60.0  # for a value that is set already
 _CLOSE_S: Final = 2.0  # to wait for a thread whose peers do not answer
 
@@ -56,6 +57,7 @@ class LeaveAgreement:
         self._left: Leave | None = None
         self._store: KeyValueStore | None = None
         self._main = self._main_task = 0
+        self._spins: Final = group.device.type == "cuda"  # a thread that waits for a GPU does not sleep
         self._closing: Final = threading.Event()
         self._thread: threading.Thread | None = None
         self._joins = False  # whether the thread takes part in the place of the main thread
@@ -140,9 +142,9 @@ class LeaveAgreement:
             at, quiet = self._at, 0
             while not self._closing.wait(_POLL_S):
                 # A rank that waits for others does not move, and its thread sleeps; else it is slow, on a busy machine.
-                quiet = quiet + 1 if self._at == at and _sleeps(self._main_task) else 0
+                quiet = quiet + 1 if self._at == at and (self._spins or _sleeps(self._main_task)) else 0
                 at = self._at
-                if quiet < _QUIET_POLLS or not store.is_set(str(at[0])):
+                if quiet < (_QUIET_POLLS_SPINNING if self._spins else _QUIET_POLLS) or not store.is_set(str(at[0])):
                     continue
                 left_after = int(store.get(str(at[0]), _READ_S).partition(" ")[0])
                 if self._at == at and at[1] > left_after:
