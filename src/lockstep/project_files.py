@@ -106,9 +106,10 @@ def freeze_settings(env: MutableMapping[str, str]) -> None:
     Raises:
         SettingError: as `resolve_settings` does.
     """
-    resolved = ResolvedSettings.resolve({}, {}, layers := _layers(project_files(env)))
-    said = {name: (str(text), layer.place(name)) for layer in layers for name, text in layer.texts().items()}
-    env[PROJECT_SETTINGS] = json.dumps({name: pair for name, pair in said.items() if name in resolved.sources})
+    layers = _layers(project_files(env))
+    ResolvedSettings.resolve({}, {}, layers)  # refuses what cannot be used
+    said = {name: (text, layer.place(name)) for layer in layers for name, text in layer.texts().items()}
+    env[PROJECT_SETTINGS] = json.dumps(said)
 
 
 def fix_project(env: MutableMapping[str, str]) -> None:

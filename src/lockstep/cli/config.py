@@ -21,12 +21,8 @@ from lockstep.settings import Settings
 
 T = TypeVar("T")
 
-
-#: Options of a single start: each time it began, a job that goes on would begin so again.
-_ONCE = {
-    *("help", "set", "module", "no-python", "attach", "fault", "fit"),
-    *("fresh", "resume", "resume-from"),
-}
+#: Options of a single start. In a file they would hold each time that a job is started again.
+_ONCE = frozenset(("help", "set", "module", "no-python", "attach", "fault", "fit", "fresh", "resume", "resume-from"))
 
 
 class LaunchOption(NamedTuple):
@@ -42,24 +38,20 @@ def launch_words(options: argparse.ArgumentParser) -> list[str]:
     What is true in a file cannot be taken back. The ranks of this launcher have the settings that the files give now.
 
     Raises:
-        SettingError: for unknown options and values that cannot be used, all of them at once.
+        SettingError: as `launch_options` does.
     """
     freeze_settings(os.environ)
     if os.environ.pop(BARE, ""):
         return []
-    return [word for option in launch_options(options) for word in option.words]
+    return [word for option in launch_options(project_files(os.environ), options) for word in option.words]
 
 
-def launch_options(options: argparse.ArgumentParser) -> list[LaunchOption]:
-    """The options of ``lockstep run`` that the files give.
+def launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParser) -> list[LaunchOption]:
+    """The options of ``lockstep run`` that ``files`` give; ``options`` are all that there are.
 
     Raises:
-        SettingError: as `launch_words` does.
+        SettingError: for unknown options and values that cannot be used, all of them at once.
     """
-    return _launch_options(project_files(os.environ), options)
-
-
-def _launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParser) -> list[LaunchOption]:
     known = {name: action for action in actions_of(options) for name in action.option_strings if name.startswith("--")}
     found: dict[str, LaunchOption] = {}
     wrong = unknown_tables(files)
@@ -112,7 +104,7 @@ def _show(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     files = project_files(os.environ)
     wrong: list[str] = []
     resolved = _or_note(wrong, lambda: resolve_settings({}, os.environ))
-    options = _or_note(wrong, lambda: _launch_options(files, run_options()))
+    options = _or_note(wrong, lambda: launch_options(files, run_options()))
     if resolved is None or options is None:
         raise SettingError("\n  ".join(dict.fromkeys(line for text in wrong for line in text.split("\n  "))))
     if parsed.json:

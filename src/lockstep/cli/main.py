@@ -283,8 +283,9 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     asked = ("nodes", "gpus", "cpus", "account", "name", *(option.name for option in scheduler.options))
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
-    launch_options(run_options())  # which the job will read
-    site = job_script.site_defaults(scheduler, project_files(os.environ))
+    files = project_files(os.environ)
+    launch_options(files, run_options())  # which the job will read
+    site = job_script.site_defaults(scheduler, files)
     request = job_script.checked(request.with_defaults(site))
     run = _given(run_options(), parsed)
     requeue = [] if "--requeue" in run else ["--requeue"]
