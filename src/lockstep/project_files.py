@@ -128,7 +128,10 @@ def _layers(files: Sequence[ProjectFile]) -> list[SettingsLayer]:
 def _project_path(env: Mapping[str, str]) -> Path | None:
     if (named := env.get(PROJECT)) is not None:
         return Path(named) if named else None
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # which the command tells that needs it
+        return None
     for directory in (here, *here.parents):
         # Where others write to, too, only what is the user's own is the user's choice.
         needs_own = directory != here or bool(here.stat().st_mode & stat.S_IWOTH)

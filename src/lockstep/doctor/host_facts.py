@@ -30,6 +30,7 @@ import psutil
 import lockstep
 from lockstep.checkpoint import LOCAL
 from lockstep.launch import Machine, allocation, ask_driver
+from lockstep.launch_contract import BARE, PROJECT
 from lockstep.memory_use import ControlGroup, host_memory, text_of
 from lockstep.network_interface import is_loopback, plain_address
 
@@ -42,7 +43,7 @@ VARIABLES: Final = re.compile(
 )
 LARGE: Final = 16 << 20  #: bytes: how fast fewer of them are written, or sent, is no measure
 #: A secret, and how the doctor itself is shown.
-_NOT_TOLD: Final = ("LOCKSTEP_SECRET", "LOCKSTEP_VIEW")
+_NOT_TOLD: Final = ("LOCKSTEP_SECRET", "LOCKSTEP_VIEW", BARE, PROJECT)
 _LIMITS: Final = {
     "open files": resource.RLIMIT_NOFILE,
     "processes": resource.RLIMIT_NPROC,
