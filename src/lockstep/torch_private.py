@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.utils import _pytree
 
 from lockstep.errors import SettingError
 
@@ -33,7 +33,7 @@ foreach_sub: Final = torch._foreach_sub
 
 # ---- nested containers. Without it, values in containers that a package has registered would not be found.
 
-__all__ = ["pytree"]
+pytree = _pytree
 
 
 # ---- tensors
@@ -158,7 +158,7 @@ STEP_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
     """The hooks before and after ``optimizer.step()`` by their numbers. Without it, the script's hooks are not seen."""
-    before, after = (getattr(optimizer, name) for name in STEP_HOOKS)
+    before, after = (getattr(optimizer, name, {}) for name in STEP_HOOKS)
     return before, after
 
 

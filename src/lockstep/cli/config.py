@@ -72,7 +72,7 @@ def _words(option: str, value: Any, known: dict[str, argparse.Action]) -> list[s
     name = option[2:]
     if name.replace("-", "_") in {field.name for field in fields(Settings)}:
         raise SettingError(f"[launch] {name}: a setting of the run; write it under [run]")
-    if name.replace("_", "-") in _ONCE:
+    if name in _ONCE:
         raise SettingError(f"[launch] {name}: of one start, not of a project; give it on the command line")
     if option not in known:
         offered = [one for one in known if one[2:] not in _ONCE]

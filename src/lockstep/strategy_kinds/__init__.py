@@ -64,6 +64,12 @@ BUILT_IN: Final[Mapping[str, StrategyKind]] = {
         replicated.AUTO,
     )
 }
+#: What other libraries call them, each with what it is here.
+_ELSEWHERE: Final = {
+    other: f"{kind.name}:{options}" if options else kind.name
+    for kind in BUILT_IN.values()
+    for other, options in kind.elsewhere.items()
+}
 _GROUP: Final = "lockstep.strategies"
 
 
@@ -79,18 +85,8 @@ def split(spec: str) -> tuple[str, dict[str, str]]:
         SettingError: if there is no such strategy or option (with the nearest one), an option is named twice, or there
             is none between two commas.
     """
-    word = spec.partition(":")[0]
-    kinds = dict(BUILT_IN)
-    if word not in kinds:
-        others = _entry_points()
-        kinds |= {name: _load(others[name]) if name == word else StrategyKind(name, "", "") for name in others}
-    elsewhere = {
-        other: f"{kind.name}:{options}" if options else kind.name
-        for kind in kinds.values()
-        for other, options in kind.elsewhere.items()
-    }
-    known = {name: kind.option_names for name, kind in kinds.items()}
-    return split_options("strategy", spec, known, elsewhere=elsewhere)
+    kind, options = _found(spec)
+    return kind.name, options
 
 
 def kind_of(spec: str) -> StrategyKind:
@@ -99,8 +95,7 @@ def kind_of(spec: str) -> StrategyKind:
     Raises:
         SettingError: as `split` does.
     """
-    name, _ = split(spec)
-    return BUILT_IN[name] if name in BUILT_IN else _load(_entry_points()[name])
+    return _found(spec)[0]
 
 
 def read_strategy(spec: str) -> tuple[StrategyKind, Any]:
@@ -109,8 +104,20 @@ def read_strategy(spec: str) -> tuple[StrategyKind, Any]:
     Raises:
         SettingError: as `split` does, and for a value that cannot be used.
     """
-    kind = kind_of(spec)
-    return kind, read_options(f"strategy {kind.name}", kind.options, split(spec)[1])
+    kind, options = _found(spec)
+    return kind, read_options(f"strategy {kind.name}", kind.options, options)
+
+
+def _found(spec: str) -> tuple[StrategyKind, dict[str, str]]:
+    """The kind that ``spec`` names, and its options as they were written."""
+    word = spec.partition(":")[0]
+    kinds = dict(BUILT_IN)
+    if word not in kinds:
+        others = _entry_points()
+        kinds |= {name: _load(others[name]) if name == word else StrategyKind(name, "", "") for name in others}
+    known = {name: kind.option_names for name, kind in kinds.items()}
+    name, options = split_options("strategy", spec, known, elsewhere=_ELSEWHERE)
+    return kinds[name], options
 
 
 @cache
