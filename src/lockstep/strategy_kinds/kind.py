@@ -34,7 +34,7 @@ class StrategyKind:
     same_bits: bool = False
     #: Options that leave these bits alone whatever their value.
     keeps_bits: frozenset[str] = frozenset()
-    #: What other libraries call a strategy of ours, in small letters and with hyphens, each with the options that are meant.
+    #: What other libraries call one of ours, in small letters and with hyphens, each with the options that are meant.
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     one_process: bool = False  #: one process computes on all devices, in place of a rank for each
 
