@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch, which reads it once: ranks of a test share few cores, and the number of threads is
 # part of a run's identity.
@@ -149,6 +150,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             together = TOGETHER.match(nodeid)
             return together[0] if together else nodeid
+
+        # A worker begins a test when it knows of the one after it, or that there is none. One that takes the place of
+        # a worker that crashed is asked only once, and would wait for ever with a scope of a single test.
+        def _assign_work_unit(self, node: Any) -> None:
+            if self.workqueue:
+                super()._assign_work_unit(node)
+            self._reschedule(node)
 
     return OneWorkerForEachScope(config, log)
 
