@@ -19,7 +19,7 @@ docstrings, comments    their share of all lines
 values in messages      ``raise`` statements with a message that shows a value, of all with a message
 Any                     ``Any`` in signatures, for each 1,000 lines
 ignore, cast            ``type: ignore`` comments and calls of ``cast``
-swallowed errors        ``except Exception`` or broader whose body raises nothing
+swallowed errors        ``except Exception`` or broader whose body neither raises nor uses what was caught
 foreign privates        attributes ``_x`` of others: not of ``self``, not of a class in the same file, in no manual;
                         after the slash those in files named ``*_private.py``, where a package may gather them
 environment             files that name ``os.environ``
@@ -203,8 +203,9 @@ def _swallows(node: ast.AST) -> bool:
     if not isinstance(node, ast.ExceptHandler):
         return False
     named = [part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)] if node.type else list(BROAD)
-    raises = any(isinstance(part, ast.Raise) for statement in node.body for part in ast.walk(statement))
-    return not raises and any(name in BROAD for name in named)
+    parts = [part for statement in node.body for part in ast.walk(statement)]
+    goes_on = any(isinstance(part, ast.Raise) or (isinstance(part, ast.Name) and part.id == node.name) for part in parts)
+    return not goes_on and any(name in BROAD for name in named)
 
 
 def _foreign_privates(tree: ast.Module) -> int:

@@ -240,11 +240,9 @@ class _Slot:
         return memoryview(memory)[_STEP.size : self._used]
 
     def close(self) -> None:
-        """The file stays as it is."""
-        self._places, self._shapes, self._pages = [], [], None
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        """The file stays as it is, and so do tensors that lie in its memory: the last of them lets go of the mapping."""
+        # `mmap.close` would unmap under tensors that are still held: `torch.frombuffer` does not prevent that.
+        self._places, self._shapes, self._pages, self._memory = [], [], None, None
 
     def _lay_out(self, text: int, shapes: list[tuple[torch.dtype, torch.Size]]) -> None:
         self._text = _up(2 * text)
