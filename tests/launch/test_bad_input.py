@@ -113,3 +113,33 @@ def test_a_run_directory_that_does_not_answer_is_said_before_the_start_and_ctrl_
     ended = workshop.end_of(launcher)
     assert ended.code == 130
     assert ended.err == "stopped by Ctrl-C, before any rank was started\n"
+
+
+FEW_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, 2 * (int(sys.argv[1]),))
+os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *sys.argv[2:]])
+"""
+TRAINING = """
+import torch
+from torch import nn
+from lockstep import Run
+
+with Run(seed=1) as run:
+    model = run.model(nn.Linear(4, 1))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    batches = run.loader(torch.utils.data.TensorDataset(torch.ones(16, 4)), global_batch=4, micro_batch=1)
+    for _ in run.epochs(2):
+        for (x,) in run.train(batches):
+            run.step(model(x).mean())
+"""
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_told_before_ranks_fail_of_it(workshop):
+    words = ("--nproc-per-node", "2", workshop.script(TRAINING))
+    refused = workshop.end_of(workshop.start(40, *words, command=("-c", FEW_FILES)))
+    assert refused.code == 2
+    (line,) = refused.err.splitlines()
+    assert "a process may open 40 files here, and each of 2 ranks needs up to 64: say 'ulimit -n 64' first" in line
+    followed = workshop.end_of(workshop.start(64, *words, command=("-c", FEW_FILES)))
+    assert followed.code == 0, followed.err

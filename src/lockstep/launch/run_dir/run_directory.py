@@ -7,6 +7,7 @@ import fcntl
 import importlib.metadata
 import json
 import platform
+import resource
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Literal, TextIO
 import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
-from lockstep.formatting import relative_path
+from lockstep.formatting import plural, relative_path
 from lockstep.launch.host.machine import Machine, threads_of_rank
 from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, StartMethod, with_option
@@ -34,6 +35,8 @@ MARK = "run.json"
 _LOCK = ".lock"
 _RUNS = Path("runs")
 _NO_SCHEDULER = Allocation()
+_FILES_OF_RANK = 48  # 25 were counted in a rank of two that loads nothing from files
+_FILES_FOR_EACH_PEER = 8  # sockets, of each group that a strategy makes
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ def prepare(
     threads_of_rank(env)
     check_program(request.program)
     ranks, notes = ranks_of(request, machine, env)
+    _check_open_files(ranks)
     if request.attach is not None:
         _check_attached(request.attach, ranks)
     if request.faults and isinstance(request.program, Executable):
@@ -164,6 +168,18 @@ def _check_numbers(request: Request) -> None:
     if not (request.hang_after_s is None or request.hang_after_s > 0):
         given_s = request.spelt("--hang-after", request.hang_after_s)
         raise SettingError(f"{given_s}: it must be more than 0 seconds; inf never asks")
+
+
+def _check_open_files(ranks: int) -> None:
+    """Refuse what would fail late and anywhere: within torch, or as a hang of ranks that wait for the failed one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_OF_RANK + _FILES_FOR_EACH_PEER * ranks
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise SettingError(
+            f"a process may open {limit} files here, and each of {plural(ranks, 'rank')} needs up to {needed}: say "
+            f"'ulimit -n {needed}' first, or more than that"
+            + (f"; only root may allow more than {most}" if limit <= most < needed else "")
+        )
 
 
 def _check_working_directory() -> None:
