@@ -182,13 +182,16 @@ def hygiene() -> Iterator[None]:
     """Each test finds the process as the one before found it; threads, ranks and groups left behind are a failure."""
     environment, directory = dict(os.environ), os.getcwd()
     randomness, torch_before = random.getstate(), _torch_state()
-    threads, processes = set(threading.enumerate()), _numbers()
+    threads, processes, tracing = set(threading.enumerate()), _numbers(), sys.gettrace()
     yield
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
     random.setstate(randomness)
     left = [*_restore_torch(torch_before), *_left_threads(threads), *_left_processes(processes)]
+    if (trace := sys.gettrace()) is not None and trace is not tracing:
+        sys.settrace(tracing)
+        left.append(f"the trace function {trace}")
     if left:
         pytest.fail(f"left behind: {'; '.join(left)}", pytrace=False)
 

@@ -379,9 +379,10 @@ class TrainStep:
             parameter.grad = None
 
     def close(self) -> None:
-        """The run ends: optimizers may step at any time again."""
+        """The run ends, perhaps within a body: optimizers may step at any time again, and nothing watches the script."""
         self.current = None
         self.checks.close()
+        self.replays.leave()
 
     def leave(self) -> None:
         """The loop over micro-batches is left; a step that is not done is discarded."""
