@@ -204,7 +204,9 @@ def _swallows(node: ast.AST) -> bool:
         return False
     named = [part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)] if node.type else list(BROAD)
     parts = [part for statement in node.body for part in ast.walk(statement)]
-    goes_on = any(isinstance(part, ast.Raise) or (isinstance(part, ast.Name) and part.id == node.name) for part in parts)
+    goes_on = any(
+        isinstance(part, ast.Raise) or (isinstance(part, ast.Name) and part.id == node.name) for part in parts
+    )
     return not goes_on and any(name in BROAD for name in named)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.launch import Module, Script, own_sources
+from lockstep.loop_variables import fresh_variables
 
 _GENERATORS: Final = {"Generator", "default_rng", "RandomState", "Random"}
 _CHANGES: Final = {
@@ -189,7 +190,7 @@ class ScriptSource:
         needed: set[str] = set()
         loops = [node for _, node in self.nodes() if isinstance(node, ast.For) and _calls(node.iter, "train")]
         for loop in loops:
-            dead |= _set_first(loop)
+            dead |= fresh_variables(loop)
             for node in ast.walk(loop):
                 if isinstance(node, ast.Call) and _name_of(node.func) in ("step", "backward", "measure"):
                     needed |= {name for arg in (*node.args, *node.keywords) for name in _names_in(arg)}
@@ -332,43 +333,3 @@ def _is_set(node: ast.AST, names: Collection[str]) -> bool:
             return _is_set(left, names) or _is_set(right, names)
         case _:
             return False
-
-
-def _set_first(loop: ast.For) -> set[str]:
-    """Names that the body of ``loop`` sets, and never reads before."""
-    known = {name for name, _ in _targets(loop.target)}
-    read: set[str] = set()
-
-    def go(node: ast.AST) -> None:
-        match node:
-            case ast.Name(id=name, ctx=ast.Load()):
-                if name not in known:
-                    read.add(name)
-            case ast.Name(id=name):
-                known.add(name)
-            case ast.AugAssign(target=target, value=value):
-                read.update(name for name, _ in _targets(target) if name not in known)
-                go(value)
-                go(target)
-            case ast.Assign(targets=targets, value=value):
-                go(value)
-                for target in targets:
-                    go(target)
-            case ast.For(target=target, iter=each, body=body, orelse=orelse):
-                for part in (each, target, *body, *orelse):
-                    go(part)
-            case ast.If(test=test, body=body, orelse=orelse):
-                go(test)
-                before = set(known)
-                for part in (*body, *orelse):  # what one branch sets, another way through may not have
-                    go(part)
-                known.clear()
-                known.update(before)
-            case _:
-                for child in ast.iter_child_nodes(node):
-                    go(child)
-
-    for part in loop.body:
-        go(part)
-    assigned = {each.id for each in ast.walk(loop) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
-    return assigned - read

@@ -379,7 +379,7 @@ class TrainStep:
             parameter.grad = None
 
     def close(self) -> None:
-        """The run ends, perhaps within a body: optimizers may step at any time again, and nothing watches the script."""
+        """The run ends, perhaps within a body: optimizers may step again, and nothing watches the script."""
         self.current = None
         self.checks.close()
         self.replays.leave()

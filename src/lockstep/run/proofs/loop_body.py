@@ -16,8 +16,8 @@ from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final
 
 from lockstep.data import Data
+from lockstep.loop_variables import stored
 from lockstep.run.source.line_calls import function_of
-from lockstep.run.source.loop_variables import stored
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_functions import is_ours, is_run
 from lockstep.run.source.script_places import attribute_of

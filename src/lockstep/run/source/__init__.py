@@ -1,7 +1,6 @@
 """The script as text: what its lines read and write, and which functions they run. No code of it runs for that.
 
     source_reads ──► script_places        values that outlive a body: variables, and attributes of what they hold
-             │  └──► loop_variables       variables that each turn of a loop sets anew
              └─────► decided_tests        tests that are decided for the whole run, so that a branch is never taken
     script_functions ──► script_callees   which functions run where an object is called
                           ├─ dynamic_calls   ... through callbacks, events and hooks

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Final, NamedTuple
 
-from lockstep.run.source.loop_variables import fresh_variables, stored
+from lockstep.loop_variables import fresh_variables, stored
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
