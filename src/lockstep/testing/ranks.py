@@ -38,7 +38,8 @@ T = TypeVar("T")
 
 #: Loaded once for all ranks, if installed. Every optimizer loads `torch._dynamo`, which takes seconds.
 _PRELOAD = (
-    *("torch", "torch._dynamo", "hypothesis", "pytest", "lockstep.run", "lockstep.strategies.sharded.fully_sharded"),
+    *("torch", "torch._dynamo", "hypothesis", "pytest", "lockstep.testing", "lockstep.run"),
+    "lockstep.strategies.sharded.fully_sharded",
     *("lockstep.strategies.pipelined.pipeline", "lockstep.strategies.parameter_server.hybrid"),
     *("lockstep.strategies.replicated.zero", "lockstep.strategies.local.diloco", "lockstep.strategies.local.local_sgd"),
     *("lockstep.strategies.parameter_server.parameter_server", "encodings.idna"),  # Python's, for each connection
