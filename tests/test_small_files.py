@@ -5,9 +5,11 @@ import os
 import signal
 import stat
 import threading
+import tracemalloc
 
 import pytest
 
+from lockstep.records import MOST_GROWN, read_bytes
 from lockstep.small_files import create_text, replace_text, replacement
 from lockstep.testing import run_each
 
@@ -74,3 +76,17 @@ def test_who_is_killed_leaves_the_old_file(tmp_path):
     assert isinstance(outcome.error, ChildProcessError)
     assert path.read_text() == "old"
     assert list(tmp_path.glob("*.json.*")) == [], "what is left beside it has another name"
+
+
+def test_a_small_file_takes_little_memory_however_large_such_files_may_be(tmp_path):
+    path = tmp_path / "small"
+    path.write_bytes(b"0123456789")
+    tracemalloc.start()
+    try:
+        assert read_bytes(path, MOST_GROWN) == b"0123456789"
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+    with pytest.raises(ValueError, match=r"has 10 bytes; such a file has at most 9"):
+        read_bytes(path, 9)

@@ -52,7 +52,7 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> io.Buf
 
 
 def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
-    """What is in the regular file at ``path``.
+    """What is in the regular file at ``path``, without what is added to it meanwhile. Takes as much memory.
 
     Raises:
         OSError: if it cannot be read.
@@ -60,10 +60,9 @@ def read_bytes(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         length = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if length <= most else b""
-    if max(length, len(content)) > most:
-        raise ValueError(f"{os.fspath(path)} has {length} bytes; such a file has at most {most}")
-    return content
+        if length > most:
+            raise ValueError(f"{os.fspath(path)} has {length} bytes; such a file has at most {most}")
+        return file.read(length)
 
 
 def value_in(text: str | bytes) -> Any:

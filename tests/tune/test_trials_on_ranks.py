@@ -85,7 +85,7 @@ def search(run_dir, workers, ranks, trials, fails=(), space=SPACE):
     """A search of which the first trials fail."""
     lockstep.tune(
         functools.partial(train, fails=fails), space, trials=trials, workers=workers, ranks_per_worker=ranks,
-        algorithm="random", run_dir=run_dir, hang_after_s=6.0, seed=4,
+        algorithm="random", run_dir=run_dir, hang_after_s=15.0 if fails else None, seed=4,
     )  # fmt: skip
 
 
