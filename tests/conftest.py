@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import multiprocessing
 import os
 import random
-import re
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,84 +57,30 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("lockstep")
 
 GRACE_S = 10.0  #: for what a test has told to end but did not wait for
-
-
-#: Tests that share what they compute once, and so belong on one worker, which takes them before all others. The marks
-#: of pytest-xdist 3.8 say the same, and pytest 9.2 does not hear them.
-TOGETHER = re.compile(
-    r"tests/strategies/test_laws\.py::test_law\[.*(?=-\w+\]$)|"
-    r"tests/strategies/test_(zero|pipeline|buffers|layouts)\.py|tests/run/test_(loops|carry|samplers|end_of_step)\.py|"
-    r"tests/test_(by_hand|faults|nodes|transparency)\.py|"
-    r"tests/test_recipes\.py::test_vision_transformer_learns_under_every_strategy"
-)
-
-
-#: Tests that take many seconds by themselves: they begin before the others, so that none of them is the last to end.
-LONG = re.compile(
-    r"test_campaign$|test_digits_reach_|test_mnist_is_read|test_commands_that_work_on_a_script|test_scripts_run_on_one_rank|"
-    r"test_the_bits_are_those_of_one_rank\[4-3\]|test_a_model_trains_and_resumes_within_a_limit|"
-    r"test_the_rank_that_hangs_is_named|test_the_command_line_goes_back_to_it|test_kills$|"
-    r"test_whatever_is_killed|test_whoever_is_killed|test_without_room_in_memory|test_a_script_that_breaks_off|"
-    r"test_the_same_bits_after_the_planned_faults|test_what_is_left_behind_fails|test_a_function_runs_on_ranks_that_are_copies"
-)
-
-
-#: Tests whose like is in the suite already, for another strategy or benchmark. They run in `make campaign` only, where
-#: LOCKSTEP_CAMPAIGN is set, so that the suite stays under twelve minutes on two cores.
-CAMPAIGN = re.compile(
-    r"test_law_with_options\[.*-(survives_a_killed_rank|moves_between_strategies)\]|"
-    r"test_law\[(auto|hsdp.*|diloco.*|dp|zero|local-sgd.*|hybrid.*)-survives_a_killed_rank\]|"
-    r"test_law\[(auto|hsdp.*|diloco.*|zero|hybrid.*)-(moves_between_\w+|respects_count|clips_alike)\]|"
-    r"test_law\[fsdp:tensor.*-(?!moves_between_worlds)\w+\]|test_copies_of_what_tensor_groups_hold|"
-    r"test_a_model_of_transformers_is_divided|"
-    r"test_a_package_shuffles_alike_.*\[\w+-(0-2|1-0)\]|"
-    r"test_whatever_is_killed_.*\[(second|third)\]|"
-    r"test_whoever_is_killed_.*\[(accumulates|steps)\]|test_no_step_is_lost_where_.*\[(?!fsdp\])|"
-    r"test_training_on_a_package_.*\[webdataset\]|"
-    r"test_it_is_killed_and_begun_again_on_other_ranks\[(?!steps\]|two_passes_in_an_epoch\]|evaluation_in_the_body\])|"
-    r"test_a_habit_ends_everywhere_as_the_table_says|test_ten_thousand_changes|"
-    r"test_parameters_that_ddp_will_wait_for_|test_ranks_that_cannot_start_|test_examples_have_no_problem|"
-    r"test_each_ends_as_the_page_says\[.*\(1, 2, 3\)\]|test_figures_are_those_of_plain_torch_|"
-    r"test_recipes_huggingface\.py|test_contrastive_loss_is_that_of_the_whole_batch|test_a_cadence_in_seconds|"
-    r"test_zero\.py::test_(the_bits_are|each_rank_has)_.*\b2\]|test_buffers\.py::test_on_any_world_.*\[2\]|"
-    r"test_on_any_world_what_learns_.*\[(2-ddp|3-zero)\]|"
-    r"test_layouts\.py::test_gradients_are_.*\[3\]|test_fsdp\.py::test_on_three_ranks|"
-    r"test_loops\.py::test_a_loop_is_the_same_on_any_world|"
-    r"test_law_with_options\[(ddp:compress=bf16|fsdp:wrap.*|hybrid.*|pipeline.*bubble)-equals_the_reference\]|"
-    r"test_hybrid\.py::test_the_bits_are_those_of_one_rank\[(2-1|4-2)\]|"
-    r"test_what_one_rank_meets_is_told_by_it\[3\]|"
-    r"test_the_bits_are_those_of_one_rank_on_every_rank\[4-1\]|test_any_cut_gives_the_bits_of_one_rank\[(2|3)\]|"
-    r"test_(diloco|compression)\.py::test_on_three_ranks|"
-    r"test_same_bits_on_any_world\[(small buckets|halves|fused adamw|bf16 adamw|tokens clipped)\]|"
-    r"test_trains_what_plain_torch_trains\[channels_last_3d-3\]|"
-    r"test_on_any_world_it_follows_the_place\[2\]|test_what_comes_out_is_what_the_run_evaluates\[3\]|"
-    r"test_a_script_alone_leaves_with_74_and_says_so_last\[live\]|"
-    r"test_runs\.py::test_(the_last_words_name|a_script_that_starts_ranks_itself).*\[plain\]|"
-    r"test_a_planted_fault_is_found_with_its_line\[(?!counter_in_the_body\]|seed_from_the_process\])|"
-    r"test_an_example_is_the_same_in_all_ways|"
-    r"test_examples_end_well_with_smaller_arguments|test_a_resnet_goes_through_a_pipeline_of_two|"
-    r"test_vision_transformer_learns_under_every_strategy|"
-    r"test_a_run_begins_with_the_largest_micro_batch|test_a_profile_a_trace_and_the_largest_batch|test_a_script_that_fails_alone_is_told|"
-    r"test_search_digits_finds_a_network|test_300_mb_of_parameters|"
-    r"test_nodes\.py::test_(a_spare_and_another_host_take_over|a_rank_that_hangs_on_another_host)|"
-    r"test_networks\.py::test_ranks_|test_parts\.py::test_wherever_in_its_start_a_launcher_is_killed|"
-    r"test_gloo_threads\.py::test_no_rank_aborts_at_its_end|"
-    r"test_kills\.py::test_many_kills|test_losses_do_not_depend_on_the_ranks\[1-3\]|"
-    r"test_benchmarks\.py::test_(loop|servers|links|data|price|compress|zero|strategies|start|soak|memory|exact|failures|goodput|tune_speed)$"
-)
+SCOPES = pytest.StashKey[Path]()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The suite without `CAMPAIGN`, or those tests and properties; in their random order, but for `LONG`."""
+    """Without the mark `campaign`, or those tests and properties; in their random order, but for the mark `long`."""
     chosen: list[pytest.Item] = []
     left_out: list[pytest.Item] = []
     for item in items:
-        is_campaigns = CAMPAIGN.search(item.nodeid) is not None
+        is_campaigns = item.get_closest_marker("campaign") is not None
         is_property = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
         runs = is_campaigns or is_property if IN_CAMPAIGN else not is_campaigns
         (chosen if runs else left_out).append(item)
-    items[:] = sorted(chosen, key=lambda item: LONG.search(item.nodeid) is None)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("long") is None)
     config.hook.pytest_deselected(items=left_out)
+
+
+def scope_of(item: pytest.Item) -> str | None:
+    """What all tests share that the mark `together` keeps on one worker: their file, or there the value of `by`."""
+    together = item.get_closest_marker("together")
+    if together is None:
+        return None
+    file = item.nodeid.partition("::")[0]
+    by = together.kwargs.get("by")
+    return file if by is None else f"{file}[{item.callspec.params[by]}]"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -142,14 +90,45 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of the controller: tell a worker where to write which of its tests belong together."""
+    node.workerinput["scopes"] = str(_scopes(node.config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Of a worker, which alone collects: leave the scopes in a file for the controller, which alone divides tests up.
+
+    It is told node ids only. `xdist_group` of pytest-xdist 3.8 adds its name to these where pytest 9.2 does not look.
+    """
+    told = getattr(session.config, "workerinput", None)
+    if told is not None:
+        scopes = {item.nodeid: scope for item in session.items if (scope := scope_of(item))}
+        Path(told["scopes"], told["workerid"]).write_text(json.dumps(scopes))
+
+
+def _scopes(config: pytest.Config) -> Path:
+    """The directory where each worker of this run writes them; it goes with the run."""
+    if SCOPES not in config.stash:
+        directory = tempfile.TemporaryDirectory(prefix="lockstep-scopes-")
+        config.add_cleanup(directory.cleanup)
+        config.stash[SCOPES] = Path(directory.name)
+    return config.stash[SCOPES]
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Tests go to whichever worker is free, those of `TOGETHER` as one."""
+    """Tests go to whichever worker is free, those of a scope as one, and the largest scopes first."""
     from xdist.scheduler import LoadScopeScheduling
 
     class OneWorkerForEachScope(LoadScopeScheduling):
+        @cached_property
+        def _scope_of(self) -> dict[str, str]:
+            # Asked for when all workers have collected, and each has collected the same.
+            return json.loads(next(_scopes(config).iterdir()).read_text())
+
         def _split_scope(self, nodeid: str) -> str:
-            together = TOGETHER.match(nodeid)
-            return together[0] if together else nodeid
+            return self._scope_of.get(nodeid, nodeid)
 
         # A worker begins a test when it knows of the one after it, or that there is none. One that takes the place of
         # a worker that crashed is asked only once, and would wait for ever with a scope of a single test.

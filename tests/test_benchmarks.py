@@ -51,6 +51,7 @@ def test_what_it_imports_is_there(script):
     runpy.run_path(str(BENCHMARKS / script), run_name="imported")
 
 
+@pytest.mark.campaign
 def test_loop(tmp_path):
     (found,), shown = measured(tmp_path, "loop.py", "--ranks", "2", "--models", "linear")
     assert {"by hand", "lockstep", "lockstep, data in memory"} <= found["loops"].keys()
@@ -58,6 +59,7 @@ def test_loop(tmp_path):
     assert "linear, 2 ranks" in shown
 
 
+@pytest.mark.campaign
 def test_exact(tmp_path):
     found, shown = measured(tmp_path, "exact.py", "--ranks", "2", "--millions", "0.01", "--micro", "1", "2")
     assert [row["micro"] for row in found] == [1, 2]
@@ -65,6 +67,7 @@ def test_exact(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
+@pytest.mark.campaign
 def test_data(tmp_path):
     few = ("--images", "640", "--rows", "640", "--workers", "1", "--samples", "1000")
     found, shown = measured(tmp_path, "data.py", *few)
@@ -76,6 +79,7 @@ def test_data(tmp_path):
     assert "samples/s" in shown
 
 
+@pytest.mark.campaign
 def test_price(tmp_path):
     found, shown = measured(tmp_path, "price.py", "--models", "mlp", "--seconds", "0.1")
     seen = found["models"]["mlp"]
@@ -85,6 +89,7 @@ def test_price(tmp_path):
     assert len(shown.splitlines()) == 3 + len(seen)
 
 
+@pytest.mark.campaign
 def test_compress(tmp_path):
     found, shown = measured(tmp_path, "compress.py", "--models", "transformer", "--ranks", "1", "3")
     assert [row["rank"] for row in found] == [1, 3]
@@ -92,12 +97,14 @@ def test_compress(tmp_path):
     assert len(shown.splitlines()) == 4
 
 
+@pytest.mark.campaign
 def test_start(tmp_path):
     found, shown = measured(tmp_path, "start.py", "--ranks", "2")
     assert all(seconds > 0 for way in found["2"].values() for seconds in way)
     assert len(shown.splitlines()) == 3
 
 
+@pytest.mark.campaign
 def test_soak(tmp_path):
     (found,), shown = measured(tmp_path, "soak.py", "--steps", "100")
     assert found["warm"].keys() == found["end"].keys()
@@ -105,6 +112,7 @@ def test_soak(tmp_path):
     assert len(shown.splitlines()) == 2 + len(found["end"])
 
 
+@pytest.mark.campaign
 def test_goodput(tmp_path):
     few = ("--seconds", "3", "--kill-every", "1", "--every", "none")
     found, shown = measured(tmp_path, "goodput.py", *few)
@@ -116,6 +124,7 @@ def test_goodput(tmp_path):
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
 
 
+@pytest.mark.long
 @on_hosts
 def test_campaign(tmp_path):
     """A rank is killed, and the store where they meet: no step is made again, nothing is left."""
@@ -127,6 +136,7 @@ def test_campaign(tmp_path):
     assert "| kill -9 of the ranks' store | 1 | 1/1 |" in shown
 
 
+@pytest.mark.campaign
 @on_hosts
 def test_strategies(tmp_path):
     page = tmp_path / "page.md"
@@ -149,6 +159,7 @@ def test_strategies(tmp_path):
     assert "| strategy | 1 rank | 2 ranks |" in page.read_text()
 
 
+@pytest.mark.campaign
 @on_hosts
 def test_servers(tmp_path):
     few = ("--millions", "0.01", "--seconds", "0.1", "--servers", "1", "--workers", "1")
@@ -161,6 +172,7 @@ def test_servers(tmp_path):
         assert 1 < row["server_received_bytes"] / row["server_formula_bytes"] < 2
 
 
+@pytest.mark.campaign
 @on_hosts
 def test_links(tmp_path):
     (row,), shown = measured(tmp_path, "links.py", "--ranks", "2", "--speeds", "1gbit", "--megabytes", "0.1")
@@ -252,6 +264,7 @@ def test_all_strategies_are_compared():
     assert {way.spec.partition(":")[0] for way in WAYS} | {"hybrid", "dp"} == set(BUILT_IN)
 
 
+@pytest.mark.campaign
 def test_memory(tmp_path):
     few = ("--millions", "8", "--ranks", "2", "--micro", "1", "--ways", "fsdp", "by-hand-async")
     (row, by_hand), shown = measured(tmp_path, "memory.py", *few)
@@ -261,6 +274,7 @@ def test_memory(tmp_path):
     assert len(shown.splitlines()) == 3
 
 
+@pytest.mark.campaign
 def test_zero(tmp_path):
     found, shown = measured(tmp_path, "zero.py", "--ranks", "2", "--millions", "0.01")
     held = {row["way"]: row["state_bytes"] for row in found}
@@ -271,6 +285,7 @@ def test_zero(tmp_path):
     assert len(shown.splitlines()) == 2 + len(found)
 
 
+@pytest.mark.campaign
 def test_failures():
     # A hang is not its subject, and on a busy machine ranks do nothing for seconds.
     few = ("--only", "exception in forward", "--hang-after", "100")
@@ -288,6 +303,7 @@ def test_failures():
     assert said == "rank 1 of 2 raised lockstep.faults.PlannedFault"
 
 
+@pytest.mark.campaign
 def test_tune_speed(tmp_path):
     options = ("--workers", "1", "--evaluations", "40", "--optuna", sys.executable)
     found, shown = measured(tmp_path, "tune_speed.py", *options)

@@ -19,8 +19,11 @@ from torch.utils.data import Dataset
 import by_hand
 import by_run
 from by_hand import Part, Seen, Training, assert_near
+from campaign_marks import combinations
 from lockstep.run import Run
 from worlds import on_world
+
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
 WORLDS = (1, 3)
 SAMPLES = 27  # three steps of 12, 12 and 3; of 6 micro-batches each of 3 ranks holds two that are no whole subtree
@@ -329,8 +332,9 @@ def wanted(name):
     return by_hand.train(CASES[name])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "world"), combinations(CASES, WORLDS, campaign=lambda *case: case == ("channels_last_3d", 3))
+)
 def test_trains_what_plain_torch_trains(name, world):
     for rank, found in enumerate(on(world)[name]):
         assert not isinstance(found, str), f"rank {rank} of {world}: {found}"

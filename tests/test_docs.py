@@ -80,6 +80,7 @@ def free_port():
         return str(door.getsockname()[1])
 
 
+@pytest.mark.long
 def test_scripts_run_on_one_rank(tmp_path):
     for file, block in SCRIPTS.items():
         (tmp_path / file).write_text(block.text)
@@ -185,6 +186,7 @@ def test_links_lead_somewhere(page):
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "sh" and b.file], ids=str)
 def test_commands_that_work_on_a_script_do_what_they_say(block, tmp_path):
     (tmp_path / block.file).write_text(SCRIPTS[block.file].text)

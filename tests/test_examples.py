@@ -27,6 +27,7 @@ def epochs_of(talk):
     return re.findall(r"epoch \d+, loss .*", talk)
 
 
+@pytest.mark.long
 def test_digits_reach_their_accuracy_and_ranks_do_not_matter(tmp_path):
     alone, together = run(tmp_path, 1, "digits.py"), run(tmp_path, 2, "digits.py")
     assert len(epochs_of(alone)) == 10
@@ -55,6 +56,7 @@ def mnist(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.long
 def test_mnist_is_read_once_on_each_machine_and_every_test_image_counted_once(tmp_path, mnist):
     talk = run(tmp_path, 2, "mnist.py", "--data", mnist, "--epochs", "12")
     assert re.search(r"\d+ of 360 test images are right", talk), talk

@@ -55,6 +55,7 @@ def state(ended):
     return next(line.split()[1:] for line in ended.stdout.splitlines() if line.startswith("state "))
 
 
+@pytest.mark.long
 def test_the_same_bits_after_the_planned_faults_of_two_generations(run, tmp_path):
     whole = run("--run-dir", "whole", "--fault", "kill rank 0 at step 500", "train.py")
     assert whole.returncode == 1, "a fault that never happened fails the run"

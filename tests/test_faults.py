@@ -29,9 +29,10 @@ from typing import Literal
 
 import pytest
 
+from campaign_marks import combinations
 from lockstep.checkpoint import list_checkpoints, verify
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.together, pytest.mark.timeout(300)]
 
 EPOCHS = 9
 TOTAL = 11 * EPOCHS  #: steps; the last one of each epoch is a short one
@@ -329,7 +330,8 @@ def outcome(job: Job, life: int) -> Outcome:
 CODES = {"rank": 137, "launcher": -signal.SIGKILL, "fork server": 1, "everything": -signal.SIGKILL}
 
 
-@pytest.mark.parametrize("hand", HANDS)
+@pytest.mark.long
+@pytest.mark.parametrize("hand", combinations(HANDS, campaign=lambda hand: hand != "first"))
 def test_whatever_is_killed_and_whenever_the_bits_are_those_of_the_undisturbed_run(hand, job, undisturbed):
     dice = random.Random(random.getrandbits(32))  # of the seed that the suite prints
     faults = deal(HANDS[hand], dice)

@@ -47,6 +47,7 @@ def test_a_habit_ends_as_the_table_says(name):
     assert not wrong(name, SLICE[name])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", TABLE)
 def test_a_habit_ends_everywhere_as_the_table_says(name):
     assert not wrong(name)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PLANTED = """
 import os, random, subprocess, sys, threading
 from pathlib import Path
@@ -55,6 +57,7 @@ def test_7_ended_in_time():
 """
 
 
+@pytest.mark.long
 def test_what_is_left_behind_fails_its_test_and_only_that(tmp_path, monkeypatch):
     conftest = Path(__file__).with_name("conftest.py").read_text()
     assert "GRACE_S = 10.0" in conftest

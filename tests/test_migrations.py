@@ -91,6 +91,7 @@ def both():
     return [[figures(kind, name) for name in NEAR] for kind in ("before", "after")]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", NEAR)
 def test_figures_are_those_of_plain_torch_and_the_same_on_any_number_of_ranks(name, trained):
     plain, alone, two, three, resumed = trained[name]

@@ -604,6 +604,7 @@ def test_what_is_changed_at_random_is_a_clear_error_or_nothing(kind, tmp_path):
     change(PARSED[kind](tmp_path), SLICE, zlib.crc32(kind.encode()))
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", PARSED)
 def test_ten_thousand_changes(kind, tmp_path):

@@ -105,6 +105,7 @@ def here(tmp_path):
     return tmp_path
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("names", "commands", "endpoint", "interface"),
     [
@@ -138,6 +139,7 @@ def test_ranks_take_the_interface_that_leads_to_the_endpoint(here, names, comman
         assert met(here, [launch(machines, here, name, endpoint) for name in ("n2", "n1")]) == 2 * [[2, interface]]
 
 
+@pytest.mark.campaign
 def test_ranks_of_another_launcher_do_so_too(here):
     """Gloo by itself would use the address of the host's own name."""
     with hosts(2) as machines:

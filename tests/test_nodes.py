@@ -21,6 +21,7 @@ from lockstep.launch_contract import EXIT_TIMEOUT
 from waiting import wait_until
 
 pytestmark = [
+    pytest.mark.together,
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts"),
     pytest.mark.timeout(240),
 ]
@@ -187,6 +188,7 @@ def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):
         assert last[:3] == ["rank 3 of 4 (host n2) raised ValueError", "    bad label 255", "    at fails.py:5"]
 
 
+@pytest.mark.campaign
 def test_a_rank_that_hangs_on_another_host_is_named_on_all(cluster):
     (cluster.here / "hangs.py").write_text(
         "import time, torch, torch.distributed as dist\n"
@@ -390,6 +392,7 @@ def test_one_to_three_hosts_shrink_when_one_is_cut_off_grow_let_one_go_and_train
     cluster.close()
 
 
+@pytest.mark.campaign
 def test_a_spare_and_another_host_take_over_from_a_coordinator_that_sleeps_and_it_follows_them(tmp_path, expected):
     with hosts(3) as machines:
         cluster = Cluster(machines, tmp_path)

@@ -202,6 +202,8 @@ def accuracies():
     return found
 
 
+@pytest.mark.together
+@pytest.mark.campaign
 @pytest.mark.parametrize("strategy", BUILT_IN)
 def test_vision_transformer_learns_under_every_strategy(strategy, accuracies):
     by_rank = accuracies[strategy]

@@ -44,6 +44,7 @@ def as_script(name, *arguments):
     return 0
 
 
+@pytest.mark.campaign
 def test_examples_end_well_with_smaller_arguments(tmp_path):
     data = str(write_voc(tmp_path, train=8, val=4))
     sizes = ["--crop", "33", "--canvas", "72", "--global-batch", "4", "--micro-batch", "2", "--epochs", "1"]
@@ -91,6 +92,7 @@ def contrast_by_hand(epochs):
     return model.state_dict()
 
 
+@pytest.mark.campaign
 def test_contrastive_loss_is_that_of_the_whole_batch_on_any_number_of_ranks():
     [alone], two, three = (run_ranks(contrast, ranks, 1) for ranks in (1, 2, 3))
     assert {each[:2] for each in (*two, *three)} == {alone[:2]}
@@ -144,6 +146,7 @@ def play_pipeline():
     return play("resnet_pipeline", epochs=1, samples=32)
 
 
+@pytest.mark.campaign
 def test_a_resnet_goes_through_a_pipeline_of_two():
     accuracies = run_ranks(play_pipeline, 2, env={"LOCKSTEP_STRATEGY": "pipeline:cut=layer3"})
     assert len(set(accuracies)) == 1

@@ -77,7 +77,10 @@ def tuned_by_hand(epochs, samples):
     return total / tokens
 
 
-pytestmark = pytest.mark.timeout(300)  # the first test waits for what all of them look at
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.timeout(300),  # the first test waits for what all of them look at
+]
 
 
 @pytest.fixture(scope="module")

@@ -72,6 +72,7 @@ LAUNCHERS = {
 AT_ONCE, PARTS = 10, 30
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(290)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("launcher", LAUNCHERS)

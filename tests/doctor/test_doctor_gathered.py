@@ -166,6 +166,7 @@ def test_ranks_really_start_and_send(tmp_path):
     assert list(tmp_path.iterdir()) == [], "nothing is left"
 
 
+@pytest.mark.campaign
 def test_ranks_that_cannot_start_are_a_problem_and_all_else_is_told(tmp_path):
     """A torch that cannot be imported, and a variable that bites."""
     (tmp_path / "broken" / "torch").mkdir(parents=True)

@@ -56,6 +56,7 @@ def test_a_clean_script_with_ddp_has_no_finding(tmp_path):
     assert examined(tmp_path, CLEAN) == (0, set())
 
 
+@pytest.mark.campaign
 def test_parameters_that_ddp_will_wait_for_are_named_though_it_fails(tmp_path):
     code, found = examined(tmp_path, UNUSED)
     assert code == 3
@@ -75,6 +76,7 @@ def test_each_fault_of_a_script_with_run_is_found(tmp_path):
     assert said[3][1].startswith(f"train.py:{line_of(RUN, 'waits')}: print, 1.0 times a step")
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", ["contrastive", "digits", "embedding", "finetune", "gan", "gpt", "uneven", "vit"])
 def test_examples_have_no_problem(tmp_path, name):
     """Those that need no data; a note may be there, such as of a line that needs a tensor's value."""

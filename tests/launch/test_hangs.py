@@ -3,6 +3,8 @@
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from waiting import wait_until
 
 HANGS = """
@@ -123,6 +125,7 @@ def line_of(script, text):
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
+@pytest.mark.long
 def test_the_rank_that_hangs_is_named_with_its_place(workshop):
     script = workshop.script(HANGS)
     launcher = workshop.start(script, *CASES, command=())

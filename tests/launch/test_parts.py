@@ -143,6 +143,7 @@ def test_a_fork_server_that_imports_torch_does_not_outlive_its_launcher(workshop
     assert not channel.parent.exists(), "what the launcher had in the file system is gone, too"
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(5))
 def test_wherever_in_its_start_a_launcher_is_killed_nothing_outlives_it(workshop, seed):

@@ -140,7 +140,7 @@ def test_a_plain_torch_script_runs_unchanged(workshop):
     assert [generation["ranks"] for generation in about["generations"]] == [2]
 
 
-@pytest.mark.parametrize("way", ["fork", "plain"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("plain", marks=pytest.mark.campaign)])
 def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, way):
     script = workshop.script(FAILS_ON_1)
     ended = workshop.run("--start", way, "--nproc-per-node", 2, "--run-dir", "r", script)
@@ -428,6 +428,7 @@ def test_a_closed_pipe_does_not_end_the_run(workshop):
     launcher.stderr = None
 
 
+@pytest.mark.long
 def test_a_function_runs_on_ranks_that_are_copies_and_gives_back_its_values(workshop):
     """Also in a process in whose copies threads start, and whose output nobody reads while the ranks begin anew."""
     workshop.script("""
@@ -539,7 +540,7 @@ OLD = """
 """
 
 
-@pytest.mark.parametrize("way", ["fork", "plain"])
+@pytest.mark.parametrize("way", ["fork", pytest.param("plain", marks=pytest.mark.campaign)])
 def test_a_script_that_starts_ranks_itself_is_told_so_and_does_not_hang(workshop, way):
     ended = workshop.run("--start", way, "--ranks", 2, "--run-dir", "r", workshop.script(SPAWNS))
     assert ended.code == 1

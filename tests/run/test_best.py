@@ -97,6 +97,7 @@ with lockstep.Run(best="max held", keep=1, save_every="1 step") as run:
 """
 
 
+@pytest.mark.long
 def test_the_command_line_goes_back_to_it_once(tmp_path):
     script, place = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)

@@ -13,6 +13,8 @@ from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import on_world
 
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
+
 # 4 micro-batches in a step; the last step of an epoch holds 2 + 1 samples: its two places are of other ranks than
 # before, and of 3 ranks one has none.
 SIZES = {"global_batch": 8, "micro_batch": 2}
@@ -115,7 +117,7 @@ def test_on_one_rank_it_is_what_it_is_by_hand(clears):
     assert seen[3, 0][1:] == {"never": ("aaaa", 4), "between": ("a", 1), "within": ("aa", 2)}[clears]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 3, 4])
 def test_on_any_world_it_follows_the_place(world):
     cases = [("ddp", {"clears": clears}) for clears in CLEARS] + [("zero", {"clears": "never"})] * (world == 3)
     calls = [(functools.partial(trained, **more), strategy) for strategy, more in cases]

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
+from campaign_marks import combinations
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
@@ -738,7 +739,8 @@ def kills(plan):
     return [[ranks, step, where] for ranks, step, where, _ in plan]
 
 
-@pytest.mark.parametrize("shape", RUNS)
+@pytest.mark.long
+@pytest.mark.parametrize("shape", combinations(RUNS, campaign=lambda shape: shape != "epochs"))
 def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     ranks, plan, save_every = RUNS[shape]
     cases = {"calm": (shape, 1, [], None), "killed": (shape, ranks, kills(plan), save_every)}
@@ -752,6 +754,7 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     assert not (tmp_path / "killed" / "emergency").exists(), "there was room in memory"
 
 
+@pytest.mark.long
 def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(tmp_path):
     """The memory is full; the loop's body changes what is kept before its step."""
     plan = [([1], 4, "a forward pass", 4)]
@@ -769,6 +772,7 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
     assert metric_lines(tmp_path / "full") == metric_lines(tmp_path / "unsafe") == metric_lines(tmp_path / "plain")
 
 
+@pytest.mark.long
 def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bits_of_one_that_was_left_alone(tmp_path):
     """A rate that was lowered before the step in work would be lowered once more: that state is not left."""
     plan = [([0], 5, "before it logs", 5), ([1], 7, "a forward pass", 0), ([1], 9, "a forward pass", 9)]

@@ -19,6 +19,8 @@ from metric_lines import metric_lines
 from waiting import wait_until
 from worlds import on_world
 
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
+
 X = torch.sin(torch.arange(76.0)).view(38, 2)
 SIZES = {"global_batch": 8, "micro_batch": 2}  # 5 steps an epoch, the last one of 6 samples in 3 micro-batches
 STEPS = 5

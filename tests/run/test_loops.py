@@ -14,6 +14,8 @@ from lockstep.testing import state_hash
 from metric_lines import metric_lines
 from worlds import on_world
 
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
+
 X = torch.sin(torch.arange(76.0)).view(38, 2)
 SIZES = {"global_batch": 8, "micro_batch": 2}  # 5 steps an epoch, the last one of 6 samples in 3 micro-batches
 
@@ -270,6 +272,7 @@ def whole(tmp_path_factory):
     return {shape: (alone, metric_lines(directories[shape])) for shape, (alone,) in zip(SHAPES, results, strict=True)}
 
 
+@pytest.mark.campaign
 def test_a_loop_is_the_same_on_any_world(whole, tmp_path):
     calls = [(leg, shape, tmp_path / shape.__name__) for shape in SHAPES]
     for shape, ranks in zip(SHAPES, on_world(3, calls), strict=True):

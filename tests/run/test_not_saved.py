@@ -144,7 +144,7 @@ full_to_the_end("root")
 """
 
 
-@pytest.mark.parametrize("view", ["lines", "live"])
+@pytest.mark.parametrize("view", ["lines", pytest.param("live", marks=pytest.mark.campaign)])
 def test_a_script_alone_leaves_with_74_and_says_so_last(tmp_path, view):
     (tmp_path / "train.py").write_text(SCRIPT.format(tests=[str(Path(__file__).parents[number]) for number in (0, 1)]))
     ended = subprocess.run(

@@ -23,6 +23,8 @@ from lockstep.seeding import seed_of
 from lockstep.testing import state_hash
 from worlds import on_world
 
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
+
 N = 30
 SEED = 3
 X = torch.randn(N, 4, generator=torch.Generator().manual_seed(5))

@@ -475,6 +475,7 @@ def saved_by_the_clock(directory):
         return len(list_checkpoints(directory))
 
 
+@pytest.mark.campaign
 def test_a_cadence_in_seconds_saves_again_and_again(tmp_path):
     for world in (1, 2):
         found = run_ranks(saved_by_the_clock, world, tmp_path / str(world))

@@ -190,7 +190,15 @@ def test_on_one_rank_what_learns_is_what_learns_by_hand(name):
             near(found, wanted)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "zero"), (3, "zero")])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [
+        pytest.param(2, "ddp", marks=pytest.mark.campaign),
+        (3, "ddp"),
+        (2, "zero"),
+        pytest.param(3, "zero", marks=pytest.mark.campaign),
+    ],
+)
 def test_on_any_world_what_learns_has_the_bits_of_one_rank(world, strategy):
     for name, ranks in zip(CASES, on_world(world, [(trained, name, strategy) for name in CASES]), strict=True):
         for rank, found in enumerate(ranks):

@@ -55,6 +55,7 @@ def test_a_failing_variant_is_a_row_and_the_others_are_measured(script, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lockstep.toml", "out", "tiny.py"], "something is left"
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_profile_a_trace_and_the_largest_batch(script, tmp_path, capsys):
     """In `make campaign`: each is a few runs."""
@@ -118,6 +119,7 @@ def test_what_cannot_be_measured_is_said_at_once(script, capsys, monkeypatch):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_a_script_that_fails_alone_is_told(script, tmp_path, capsys):
     """In `make campaign`: what fails in a variant is in the suite."""
     (tmp_path / "tiny.py").write_text("import sys; sys.exit('no data here')")

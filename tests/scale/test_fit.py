@@ -55,6 +55,7 @@ with lockstep.Run(seed=0) as run:
 """
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)  # several starts of real ranks, on a machine that may be busy
 def test_a_run_begins_with_the_largest_micro_batch_that_fits(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)

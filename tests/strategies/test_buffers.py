@@ -14,6 +14,8 @@ from lockstep.strategies.parts import buffers
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
 
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
+
 # 6 micro-batches in a step: the second of 3 ranks holds two parts of the tree. The last step holds 2 + 1 samples, so
 # that of 4 ranks two have no micro-batch.
 SIZES = {"global_batch": 12, "micro_batch": 2}
@@ -295,7 +297,7 @@ def unlike(name, tensors):
     return [n for n, there in alone(name).items() if state_hash(tensors[n]) != state_hash(there)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 3])
 def test_on_any_world_buffers_have_the_bits_of_one_rank(world):
     cases = [(name, "ddp") for name in CASES]
     if world == 3:

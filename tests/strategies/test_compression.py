@@ -412,6 +412,7 @@ def skips_together():
 SPECS = ("ddp:compress=fp16", "ddp:compress=bf16", "ddp:compress=powersgd,rank=2,start=1")
 
 
+@pytest.mark.campaign
 def test_on_three_ranks():
     with tempfile.TemporaryDirectory() as root:
         calls = [

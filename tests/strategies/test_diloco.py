@@ -295,6 +295,7 @@ def test_on_two_ranks():
         assert ranks == [(True, bool(kept), not kept, said)] * 3
 
 
+@pytest.mark.campaign
 def test_on_three_ranks():
     parts, mixed, restarted, settled, shared, sockets, *others = on_world(
         3,

@@ -375,6 +375,7 @@ def test_on_two_ranks():
         assert all("a hook for the gradient of a parameter of shape (3, 7)" in told for told in of_one), of_one
 
 
+@pytest.mark.campaign
 def test_on_three_ranks(tmp_path):
     cases = EVERYWHERE + ON_THREE
     moves = {name: str(tmp_path / name) for name in ("from none", "from ddp", "to ddp", "to none")}

@@ -96,7 +96,14 @@ def trained(word, optimizer, case):
 DIVIDED = {"large.weight", "low.weight", "bags.weight"}
 
 
-@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "servers"),
+    [
+        pytest.param(2, 1, marks=pytest.mark.campaign),
+        pytest.param(4, 2, marks=pytest.mark.campaign),
+        pytest.param(4, 3, marks=pytest.mark.long),
+    ],
+)
 def test_the_bits_are_those_of_one_rank(ranks, servers):
     found = on_world(ranks, [(trained, f"hybrid:servers={servers}", optimizer, case) for optimizer, case in CASES])
     for results, (optimizer, case) in zip(found, CASES, strict=True):

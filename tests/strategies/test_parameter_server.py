@@ -150,7 +150,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), (4, 1), (5, 3)])
+@pytest.mark.parametrize(("ranks", "servers"), [(2, 1), pytest.param(4, 1, marks=pytest.mark.campaign), (5, 3)])
 def test_the_bits_are_those_of_one_rank_on_every_rank(ranks, servers):
     word = f"parameter-server:servers={servers}"
     found = on_world(ranks, [(told, word, optimizer, case) for optimizer, case in CASES])

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.distributed import HashStore
 from torch.nn import functional as F
 
+from campaign_marks import combinations
 from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Connections, Group, open_all_reduce, open_group, single_rank_group
@@ -36,6 +37,8 @@ from lockstep.strategy_kinds import PipelineOptions
 from lockstep.testing import run_each, run_ranks, state_hash
 from lockstep.world import World
 from worlds import on_world
+
+pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
@@ -413,7 +416,7 @@ def references():
     return dict(zip(names, on_world(1, [(trained_as, "none", name) for name in names]), strict=True))
 
 
-@pytest.mark.parametrize("size", SAME)
+@pytest.mark.parametrize("size", combinations(SAME, campaign=lambda size: size in (2, 3)))
 def test_any_cut_gives_the_bits_of_one_rank(size, references):
     found = on_world(size, [(trained_as, spec, name) for spec, name in SAME[size]])
     for (spec, name), each in zip(SAME[size], found, strict=True):
@@ -703,7 +706,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank():
         assert [words in said for said in each] == [True, True], (spec, words, each)
 
 
-@pytest.mark.parametrize("number", range(len(FAULTS)))
+@pytest.mark.parametrize("number", combinations(range(len(FAULTS)), campaign=lambda number: number == 3))
 def test_what_one_rank_meets_is_told_by_it(number):
     *_, rank, words = FAULTS[number]
     said = [outcome.value for outcome in run_each(failed_as, 2, number, env={"LOCKSTEP_PEER_TIMEOUT_S": "20"})]

@@ -158,6 +158,7 @@ def test_it_trains_what_one_rank_trains_with_bits_that_do_not_depend_on_the_numb
     assert two["nothing computed again"][0] == two["with dropout"][0]
 
 
+@pytest.mark.campaign
 def test_copies_of_what_tensor_groups_hold():
     case = {"plain": CASES["plain"]}
     assert on_leader(8, "hsdp:shard=2,tensor=2", case)["plain"][0] == on_leader(2, "fsdp:tensor=2", case)["plain"][0]
@@ -528,6 +529,7 @@ def train_transformer(strategy, tied):
         return run.state_dict(net)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_of_transformers_is_divided_by_the_plan_that_it_brings(tied):

@@ -78,10 +78,12 @@ def search_through_kills(run_dir, kills, seed):
     return killed
 
 
+@pytest.mark.long
 def test_kills(tmp_path):
     search_through_kills(tmp_path / "search", kills=4, seed=11)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(3))
 def test_many_kills(tmp_path, seed):

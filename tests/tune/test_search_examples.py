@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lockstep.tune import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -15,6 +17,7 @@ def run(tmp_path, *words):
     return done.stdout
 
 
+@pytest.mark.campaign
 def test_search_digits_finds_a_network_that_reads_digits(tmp_path):
     said = run(tmp_path, EXAMPLES / "search_digits.py")
     (directory,) = (tmp_path / "runs").iterdir()

@@ -116,7 +116,7 @@ def test_trials_that_fail_say_why_and_the_rest_is_right(tmp_path):
         assert train(run, good[0].params) == good[0].losses[0]
 
 
-@pytest.mark.parametrize(("workers", "ranks"), [(4, 1), (1, 3)])
+@pytest.mark.parametrize(("workers", "ranks"), [(4, 1), pytest.param(1, 3, marks=pytest.mark.campaign)])
 def test_losses_do_not_depend_on_the_ranks(tmp_path, workers, ranks):
     for name, of in (("two", (2, 2)), ("other", (workers, ranks))):
         driver = started(search, tmp_path / name, *of, 6, space=FEW)

@@ -1,0 +1,16 @@
+"""Parameters of which some run in `make campaign` only."""
+
+import itertools
+from collections.abc import Callable, Iterable
+
+import pytest
+
+
+def combinations(*values: Iterable[object], campaign: Callable[..., bool]) -> list[object]:
+    """Every combination of the values of one parameter or of several, for `parametrize`.
+
+    Those of which ``campaign`` says so have the mark of that name.
+    """
+    return [
+        pytest.param(*one, marks=[pytest.mark.campaign] if campaign(*one) else []) for one in itertools.product(*values)
+    ]
