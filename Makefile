@@ -42,12 +42,12 @@ test-clusters: .venv/.ready
 
 # Its tests are the long ones: five times the time of the suite's for each.
 campaign: .venv/.ready
-	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/test_random_scripts.py
+	@LOCKSTEP_RANDOM_SCRIPTS=1000 $(BIN)/python -m pytest -q -p no:randomly --timeout 7200 tests/promises/test_random_scripts.py
 	@PYTHONDONTWRITEBYTECODE= LOCKSTEP_CAMPAIGN=1 $(BIN)/python -m pytest -q -n auto --timeout 600 -o faulthandler_timeout=900
 	@$(BIN)/python benchmarks/campaign.py --faults 520
 
 mutants: .venv/.ready
-	@$(BIN)/python tests/mutants.py
+	@$(BIN)/python tests/harness/mutants.py
 
 lint: .venv/.ready
 	@echo "ruff, mypy"

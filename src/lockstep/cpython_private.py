@@ -1,7 +1,7 @@
 """The private names of Python's standard library that Lockstep uses: each is taken here, and nowhere else.
 
 A release of Python may change any of them. So each function says what it is for, and what goes wrong if the name is
-gone; `tests/test_private_names.py` calls each of them. All were tried with Python 3.11.
+gone; `tests/ranks/test_private_names.py` calls each of them. All were tried with Python 3.11.
 """
 
 from __future__ import annotations

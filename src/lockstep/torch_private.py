@@ -1,8 +1,8 @@
 """The private names of torch that Lockstep uses: each is taken here, and nowhere else.
 
 A release of torch may change any of them without a word. So each function says what it is for, and what goes wrong if
-the name is gone; `tests/test_private_names.py` calls each of them, and `require` refuses a strategy on a torch that
-lacks what the strategy needs. All were tried with torch 2.13.
+the name is gone; `tests/ranks/test_private_names.py` calls each of them, and `require` refuses a strategy on a torch
+that lacks what the strategy needs. All were tried with torch 2.13.
 """
 
 from __future__ import annotations

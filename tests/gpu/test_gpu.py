@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 BITS = ("ddp", "zero", "fsdp", "parameter-server:servers=1", "hybrid:servers=1")
-#: Those that compute something else, and how far they may be from one rank, as in tests/strategies/test_laws.py.
+#: Those that compute something else, and how far they may be from one rank, as in tests/promises/test_laws.py.
 NEAR = {
     "ddp:compress=bf16": 0.1,
     "ddp:compress=powersgd,rank=2": 0.9,
