@@ -14,6 +14,7 @@ same bits in all other columns; "refused: ..." with an error of Lockstep's, or o
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import os
 import random
@@ -32,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lockstep.checkpoint import list_checkpoints
+from lockstep.checkpoint import NEXT_STEP, list_checkpoints
 from lockstep.errors import LockstepError
 from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import RESUME
@@ -146,7 +147,10 @@ def _play(name: str, kill_at: int = 0, saved: int = 0) -> Any:
 def _die(at_step: int, saved: int, marker: Any) -> None:
     if marker.step >= at_step and os.environ["RANK"] == "0":
         directory = Path(os.environ["LOCKSTEP_CHECKPOINT"])
-        wait_until(lambda: any(one.step >= saved for one in list_checkpoints(directory)), "a checkpoint")
+        found = wait_until(lambda: [one for one in list_checkpoints(directory) if one.step >= saved], "a checkpoint")
+        # Written once the checkpoint is there, if at all: without it, a resume has nothing to compare with.
+        with contextlib.suppress(AssertionError):
+            wait_until(Path(found[0].path, NEXT_STEP).exists, "the step after it", deadline_s=10)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
