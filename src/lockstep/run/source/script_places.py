@@ -122,8 +122,10 @@ def attributes_of(value: object) -> dict[str, Any]:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
         return {}
-    parts = [found[part] for part in MODULE_PARTS if issubclass(type(value), nn.Module) and part in found]
-    return functools.reduce(operator.or_, parts, found) if parts else found
+    if not issubclass(type(value), nn.Module):
+        return found
+    parts = [part for name in MODULE_PARTS if isinstance(part := found.get(name), dict)]  # TorchScript has others
+    return functools.reduce(operator.or_, parts, found)
 
 
 def attribute_of(value: object, name: str) -> object:
