@@ -63,49 +63,35 @@ class BucketGradients:
         self._buckets: Final = buckets
         self._exact: Final = exact
         self._fold: Final = TreeAccumulator[list[torch.Tensor]](micro_batches, add_into_left)
-        self._used: Final[list[set[int]]] = [set() for _ in buckets]
-        self.samples = 0  # of the micro-batches so far
+        #: for each bucket, the indices of its parameters that had a part in some loss
+        self.used: Final[list[set[int]]] = [set() for _ in buckets]
 
     def accumulate(self, position: MicroBatchPosition) -> None:
         """Add the gradients of ``position``, and leave ``.grad`` empty."""
         if not position.is_padding:
-            flats = []
-            for bucket, used in zip(self._buckets, self._used, strict=True):
-                gradients = pop_gradients(bucket.tensors, used)
-                flats.append(bucket.pack(gradients))
-            self.samples += position.samples
-            self._add(position.index, flats)
+            pairs = zip(self._buckets, self.used, strict=True)
+            flats = [bucket.pack(pop_gradients(bucket.tensors, used)) for bucket, used in pairs]
+            if self._exact or not self._fold.sums:
+                self._fold.push((position.index, position.index + 1), flats)
+            else:
+                add_into_left(self._fold.sums[0], flats)
         for bucket in self._buckets:
             for parameter in bucket.tensors:
                 parameter.grad = None
-
-    def write_gradients(self) -> None:
-        """Put the sum of all nodes into ``.grad``."""
-        for number, bucket in enumerate(self._buckets):
-            rows = self.rows(number)
-            for row in rows[1:]:
-                rows[0].add_(row)
-            if rows:
-                set_gradients(bucket, rows[0], self._used[number])
 
     def rows(self, number: int) -> list[torch.Tensor]:
         """The sums of the bucket of this number: one-dimensional, one for each of `nodes`."""
         return [sums[number] for sums in self._fold.sums]
 
-    def used(self, number: int) -> set[int]:
-        """The indices, in the bucket of this number, of the parameters that had a part in some loss."""
-        return self._used[number]
+    @property
+    def sums(self) -> list[list[torch.Tensor]]:
+        """For each of `nodes`, the sum of each bucket, one-dimensional."""
+        return self._fold.sums
 
     @property
     def nodes(self) -> list[Node]:
         """The nodes of the tree of which there are sums; where gradients are just added up, a single one."""
         return list(self._fold.nodes)
-
-    def _add(self, index: int, flats: list[torch.Tensor]) -> None:
-        if self._exact or not self._fold.sums:
-            self._fold.push((index, index + 1), flats)
-        else:
-            add_into_left(self._fold.sums[0], flats)
 
 
 def set_gradients(bucket: FlatBucket, flat: torch.Tensor, used: Collection[int]) -> None:
