@@ -173,7 +173,7 @@ class _LookUps(TorchFunctionMode):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LookUp:
+class Lookup:
     """What a worker has been sent of a table."""
 
     table: int  #: its number
@@ -188,7 +188,7 @@ class LookUp:
         return RowGradient(self.rows[kept], self.values.grad[kept])
 
 
-def sum_of_look_ups(look_ups: Sequence[LookUp], tables: Sequence[ServedTable]) -> Gradients:
+def sum_of_look_ups(look_ups: Sequence[Lookup], tables: Sequence[ServedTable]) -> Gradients:
     """The gradients of one micro-batch, whose backward pass is done."""
     sums: Gradients = {}
     # From the last look-up of the forward pass to the first, as autograd adds them on one rank.

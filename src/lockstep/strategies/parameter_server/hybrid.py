@@ -41,7 +41,7 @@ from lockstep.strategies.not_whole.partial_models import mark_absent, of_absent_
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
     Gradients,
-    LookUp,
+    Lookup,
     ServedTable,
     merge_gradients,
     set_table_gradients,
@@ -111,7 +111,7 @@ class Hybrid(SyncServers):
         self._layout: Final = ServedLayout(context, self._send_reports)
         self.state_layout = self._layout
         self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
-        self._looked_up: list[LookUp] | None = None  # in this micro-batch; None: none is under way
+        self._looked_up: list[Lookup] | None = None  # in this micro-batch; None: none is under way
         self._rows: TreeAccumulator[Gradients] | None = None  # the gradients of tables in this step
         self._in_loop = False
         self._closed = False
@@ -317,7 +317,7 @@ class Hybrid(SyncServers):
             found = self._look_ups.ask({server: (number, part) for server, part in parts}, _LOOK_UP)
             values = torch.cat([torch.empty(0, table.shape[1], dtype=table.dtype), *found])
             if self._looked_up is not None and table.trained and torch.is_grad_enabled():
-                self._looked_up.append(LookUp(number, rows, values.requires_grad_()))
+                self._looked_up.append(Lookup(number, rows, values.requires_grad_()))
             return values.to(self._group.device)
 
         return table.look_up(fetch, inputs, named)
