@@ -25,8 +25,9 @@ from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
+from lockstep.strategies.parameter_server.flat_buckets import flat_buckets_of
 from lockstep.strategies.parameter_server.served_strategy import Report, ServerRoles
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategy_kinds import ParameterServerOptions
 from lockstep.testing import run_each, run_ranks, state_hash
@@ -47,9 +48,10 @@ def test_each_tensor_is_in_one_bucket_and_comes_back_from_it(shapes, data):
     assert sorted(owner_of) == sorted(id(t) for bucket in buckets for t in bucket.tensors)
     for bucket in buckets:
         assert {owner_of[id(t)] for t in bucket.tensors} == {bucket.owner}
-        values = [torch.randn_like(t) for t in bucket.tensors]
+        values = [torch.randn_like(t) for t in tensors]
         flat = bucket.pack(values)
-        assert all(torch.equal(a, b) for a, b in zip(bucket.unpack(flat), values, strict=True))
+        own = [values[place] for place in bucket.places]
+        assert all(torch.equal(a, b) for a, b in zip(bucket.unpack(flat), own, strict=True))
         bucket.fill(flat)
         assert torch.equal(bucket.values(), flat)
 
@@ -62,12 +64,12 @@ def test_what_workers_push_folds_to_the_tree_of_one_rank(micro_batches, data):
 
     def pushed(run):
         parameter = nn.Parameter(torch.zeros(5))
-        sums = BucketGradients(flat_buckets_of([parameter], [1]), micro_batches, exact=True)
+        sums = TreeGradientAccumulator(ParameterSet((parameter,), everything=True), micro_batches)
         for index in run:
             parameter.grad = gradients[index].clone()
             sums.accumulate(MicroBatchPosition(index, micro_batches, last=index == run[-1]))
             assert parameter.grad is None
-        return sums.nodes, sums.rows(0)
+        return sums.tree.nodes, [row for (row,) in sums.tree.sums]
 
     def whole(run):
         pushes = [pushed(one) for one in run]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError
 from lockstep.formatting import plural
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, set_gradients
+from lockstep.strategies.parameter_server.flat_buckets import set_gradients
 from lockstep.strategies.parameter_server.served_parameters import PULL, CopiesLayout, ServedParameters
 from lockstep.strategies.parameter_server.served_strategy import (
     Report,
@@ -22,7 +22,7 @@ from lockstep.strategies.parameter_server.served_strategy import (
     ServerRoles,
     unexpected_end_of_loop,
 )
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet, divide_by_counts
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator, divide_by_counts
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.strategy import StateDict, StrategyContext, UpdateShare
 
@@ -106,8 +106,9 @@ class AsyncParameterServer(ServedStrategy):
         self._optimizers.clear()
         if self._serves:
             return
-        push = BucketGradients(self._parameters.buckets(target), 1, exact=False)
-        push.accumulate(MicroBatchPosition(0, 1, last=True, is_padding=not self._samples))
+        push = TreeGradientAccumulator(target, 1)
+        if self._samples:
+            push.accumulate(MicroBatchPosition(0, 1, last=True))
         reports = self._parameters.reports(target, push, self._step, 1)
         self._send({s: replace(report, version=self._versions[s]) for s, report in reports.items()}, "the push")
         self._samples = None
@@ -182,8 +183,8 @@ class AsyncParameterServer(ServedStrategy):
             if push.nodes:
                 self._ages.append(self._version - push.version)
                 buckets = self._parameters.buckets_of(self._group.rank, self._target)
-                for bucket, sums, used in zip(buckets, push.sums[0], push.used, strict=True):
-                    set_gradients(bucket, sums, used)
+                for bucket, flat in zip(buckets, push.sums[0], strict=True):
+                    set_gradients(bucket, flat, push.used)
                 return worker
             self._answer_push(worker)
         return None

@@ -47,12 +47,7 @@ from lockstep.strategies.parameter_server.embedding_tables import (
     set_table_gradients,
     sum_of_look_ups,
 )
-from lockstep.strategies.parameter_server.flat_buckets import (
-    BucketGradients,
-    FlatBucket,
-    flat_buckets_of,
-    set_gradients,
-)
+from lockstep.strategies.parameter_server.flat_buckets import flat_buckets_of, set_gradients
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parameter_server.served_parameters import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.served_strategy import (
@@ -67,6 +62,7 @@ from lockstep.strategies.parameter_server.served_tables import find_tables, own_
 from lockstep.strategies.parameter_server.table_construction import TablePart, construct
 from lockstep.strategies.parts.gradient_accumulation import (
     ParameterSet,
+    TreeGradientAccumulator,
     divide_by_counts,
     parameters_of,
     steps_across_elements,
@@ -110,7 +106,7 @@ class Hybrid(SyncServers):
         self._look_ups: Final = self._open_mailbox()
         self._layout: Final = ServedLayout(context, self._send_reports)
         self.state_layout = self._layout
-        self._buckets: dict[ParameterSet, list[FlatBucket]] = {}  # of the dense part
+        self._dense: Final[dict[ParameterSet, ParameterSet]] = {}  # the part that workers sum among themselves
         self._looked_up: list[Lookup] | None = None  # in this micro-batch; None: none is under way
         self._rows: TreeAccumulator[Gradients] | None = None  # the gradients of tables in this step
         self._in_loop = False
@@ -198,18 +194,21 @@ class Hybrid(SyncServers):
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Compute gradients; after a worker's last micro-batch, those of tables are ready to be sent to the servers."""
-        buckets = self._dense(target)
+        if target not in self._dense:
+            require_everything(target)
+            dense = tuple(p for p in target.parameters if p not in self._table_of)
+            self._dense[target] = ParameterSet(dense, everything=True)
         if self._sums is None or self._rows is None:
-            self._sums = BucketGradients(buckets, position.of, exact=True)
+            self._sums = TreeGradientAccumulator(self._dense[target], position.of)
             self._rows = TreeAccumulator(position.of, merge_gradients)
-        target.backward(loss, weight)
-        self._sums.accumulate(position)
         if not position.is_padding:
+            target.backward(loss, weight)
+            self._sums.accumulate(position)
             gradients = sum_of_look_ups(self._looked_up or (), self._tables)
             self._rows.push((position.index, position.index + 1), gradients)
         if position.last:
             self._unsent = {server: self._report(server, self._rows, position.of) for server in self._roles.servers}
-            self._reduce(buckets, self._sums, position.of)
+            self._reduce(self._dense[target].parameters, self._sums, position.of)
             self._sums = self._rows = None
 
     def end_loop(self, *, complete: bool) -> bool:
@@ -272,39 +271,27 @@ class Hybrid(SyncServers):
         finally:
             self._look_ups.close()
 
-    def _dense(self, target: ParameterSet) -> list[FlatBucket]:
-        """The buckets of the dense part, which workers sum among themselves."""
-        if target not in self._buckets:
-            require_everything(target)
-            dense = [p for p in target.parameters if p not in self._table_of]
-            self._buckets[target] = flat_buckets_of(dense, [0] * len(dense))
-        return self._buckets[target]
-
     def _report(self, server: int, rows: TreeAccumulator[Gradients], micro_batches: int) -> Report:
         """What a worker sends ``server`` of the gradients of a step: its rows."""
         held = {n: table.rows_of[server] for n, table in enumerate(self._tables) if server in table.rows_of}
         sums = [{n: g.within(held[n]) for n, g in gradients.items() if n in held} for gradients in rows.sums]
-        return Report(self._step, micro_batches, rows.nodes, sums, [])
+        return Report(self._step, micro_batches, rows.nodes, sums, set())
 
     def _set_gradients(self, target: ParameterSet, of: int, reports: Sequence[Report]) -> None:
         set_table_gradients(self._tables, sum_of(reports, of, merge_gradients, exact=True))
 
-    def _reduce(self, buckets: Sequence[FlatBucket], sums: BucketGradients, micro_batches: int) -> None:
+    def _reduce(self, dense: Sequence[nn.Parameter], sums: TreeGradientAccumulator, micro_batches: int) -> None:
         """Set ``.grad`` of the dense part to the sum over all workers; None for what had no part in any loss."""
         with translating_peer_errors("the reduction of gradients"):
-            arriving = []
-            for number, bucket in enumerate(buckets):
+            for bucket in flat_buckets_of(dense, [0] * len(dense)):
                 # Behind it a 1 for each parameter that had a part in some loss: their sum says so to all workers.
-                used = bucket.tensors[0].new_zeros(len(bucket.tensors))
-                used[sorted(sums.used[number])] = 1
-                partials = [torch.cat([row, used]) for row in sums.rows(number)]
-                elements = sum(p.numel() for p in bucket.tensors)
-                out = bucket.tensors[0].new_empty(elements + len(used))
+                used = bucket.tensors[0].new_tensor([place in sums.used for place in bucket.places])
+                partials = [torch.cat([bucket.pack(row), used]) for row in sums.tree.sums]
+                out = used.new_empty(sum(p.numel() for p in bucket.tensors) + len(used))
                 self._all_reduce.begin(out, partials, micro_batches)
-                arriving.append((bucket, out, elements))
-            self._all_reduce.finish()
-        for bucket, out, elements in arriving:
-            set_gradients(bucket, out[:elements], out[elements:].nonzero().flatten().tolist())
+                self._all_reduce.finish()
+                flat, counts = out.tensor_split([-len(used)])
+                set_gradients(bucket, flat, {bucket.places[i] for i in counts.nonzero().flatten().tolist()})
 
     def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
         """Look up rows on the server; called in place of the forward pass of a table."""

@@ -36,7 +36,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.strategies.parameter_server.async_parameter_server import AsyncParameterServer
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, set_gradients
+from lockstep.strategies.parameter_server.flat_buckets import set_gradients
 from lockstep.strategies.parameter_server.served_parameters import (
     PULL,
     WITHOUT_GRADIENTS,
@@ -44,7 +44,7 @@ from lockstep.strategies.parameter_server.served_parameters import (
     ServedParameters,
 )
 from lockstep.strategies.parameter_server.served_strategy import Report, ServerRoles, SyncServers, sum_of
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet, add_into_left
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator, add_into_left
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import Strategy, StrategyContext, UpdateShare
 from lockstep.strategy_kinds import ParameterServerOptions
@@ -93,9 +93,11 @@ class SyncParameterServer(SyncServers):
         if self._sums is None:
             self._parameters.check_copies()
             self._parameters.looks = position.is_checked
-            self._sums = BucketGradients(self._parameters.buckets(target), position.of, exact=self._exact)
-        target.backward(loss, weight)
-        self._sums.accumulate(position)
+            self._sums = TreeGradientAccumulator(target, position.of)
+        if not position.is_padding:
+            target.backward(loss, weight)
+            if self._exact or position.last:  # else autograd adds them up
+                self._sums.accumulate(position)
         if position.last:
             self._unsent = self._parameters.reports(target, self._sums, self._step, position.of)
             self._sums = None
@@ -114,8 +116,9 @@ class SyncParameterServer(SyncServers):
         self._target = target
         buckets = self._parameters.buckets_of(self._group.rank, target)
         total = sum_of(reports, of, add_into_left, exact=self._exact) if buckets else []
-        for number, bucket in enumerate(buckets):
-            set_gradients(bucket, total[number], set().union(*(report.used[number] for report in reports)))
+        used = set().union(*(report.used for report in reports))
+        for bucket, flat in zip(buckets, total, strict=True):
+            set_gradients(bucket, flat, used)
 
     def _values(self) -> object:
         return self._parameters.values(self._target)

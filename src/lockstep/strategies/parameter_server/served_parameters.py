@@ -21,9 +21,9 @@ from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, FlatBucket, flat_buckets_of
+from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
 from lockstep.strategies.parameter_server.served_strategy import Report, ServedLayout, ServerRoles, require_everything
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator
 from lockstep.strategies.parts.module_states import checksum, sync_module_states
 from lockstep.strategies.parts.sparse_gradients import refuse_sparse
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
@@ -86,14 +86,15 @@ class ServedParameters:
         """The buckets that ``server`` owns."""
         return [bucket for bucket in self.buckets(target) if bucket.owner == server]
 
-    def reports(self, target: ParameterSet, sums: BucketGradients, step: int, micro_batches: int) -> dict[int, Report]:
-        """What a worker sends to each server: its buckets of ``sums``."""
+    def reports(
+        self, target: ParameterSet, gradients: TreeGradientAccumulator, step: int, micro_batches: int
+    ) -> dict[int, Report]:
+        """What a worker sends to each server: its buckets of ``gradients``."""
         reports = {}
         for server in self._roles.servers:
-            numbers = [number for number, bucket in enumerate(self.buckets(target)) if bucket.owner == server]
-            rows = [[flats[number] for number in numbers] for flats in sums.sums]
-            used = [sums.used[number] for number in numbers]
-            reports[server] = Report(step, micro_batches, sums.nodes, rows, used)
+            buckets, tree = self.buckets_of(server, target), gradients.tree
+            sums = [[bucket.pack(row) for bucket in buckets] for row in tree.sums]
+            reports[server] = Report(step, micro_batches, tree.nodes, sums, gradients.used)
         return reports
 
     def values(self, target: ParameterSet) -> list[torch.Tensor]:

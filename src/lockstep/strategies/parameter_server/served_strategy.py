@@ -27,9 +27,14 @@ from lockstep.collectives import Mailbox, Node, fold, open_all_reduce, translati
 from lockstep.errors import MismatchError, PeerLost, SettingError, UsageError
 from lockstep.formatting import format_ranks, plural
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients
 from lockstep.strategies.parts.buffers import Buffers
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet, begin_total, divide_by_counts, require_items
+from lockstep.strategies.parts.gradient_accumulation import (
+    ParameterSet,
+    TreeGradientAccumulator,
+    begin_total,
+    divide_by_counts,
+    require_items,
+)
 from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, ServerStrategy, StrategyContext
 
@@ -75,7 +80,7 @@ class Report:
     micro_batches: int  #: of the step
     nodes: list[Node]  #: of the tree, whose sums these are; none if the worker had no micro-batch
     sums: list[Any]  #: for each node, of what the server owns
-    used: list[set[int]]  #: for each bucket, the indices of its parameters that had a part in some loss here
+    used: set[int]  #: places of the target's parameters that had a part in some loss here
     counted: int | None = None  #: items of the step over all workers, where they are counted
     version: int = 0  #: of the server's parameters, from which the gradient was computed
 
@@ -209,7 +214,7 @@ class SyncServers(ServedStrategy):
         super().__init__(context, roles)
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
-        self._sums: BucketGradients | None = None
+        self._sums: TreeGradientAccumulator | None = None
         self._unsent: dict[int, Report] = {}  # on a worker, by server
 
     @abstractmethod
