@@ -26,7 +26,7 @@ from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
 from lockstep.strategies.parameter_server.flat_buckets import flat_buckets_of
-from lockstep.strategies.parameter_server.served_strategy import Report, ServerRoles
+from lockstep.strategies.parameter_server.served_strategy import Push, ServerRoles
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategy_kinds import ParameterServerOptions
@@ -184,7 +184,7 @@ def traffic():
     send, receive = Mailbox.send, Mailbox.receive
 
     def sending(self, rank, message, what):
-        if isinstance(message, Report):
+        if isinstance(message, Push):
             sent.append(sum(t.numel() * t.element_size() for flats in message.sums for t in flats))
         return send(self, rank, message, what)
 

@@ -17,7 +17,7 @@ from lockstep.formatting import plural
 from lockstep.strategies.parameter_server.flat_buckets import set_gradients
 from lockstep.strategies.parameter_server.served_parameters import PULL, CopiesLayout, ServedParameters
 from lockstep.strategies.parameter_server.served_strategy import (
-    Report,
+    Push,
     ServedStrategy,
     ServerRoles,
     unexpected_end_of_loop,
@@ -106,11 +106,11 @@ class AsyncParameterServer(ServedStrategy):
         self._optimizers.clear()
         if self._serves:
             return
-        push = TreeGradientAccumulator(target, 1)
+        gradients = TreeGradientAccumulator(target, 1)
         if self._samples:
-            push.accumulate(MicroBatchPosition(0, 1, last=True))
-        reports = self._parameters.reports(target, push, self._step, 1)
-        self._send({s: replace(report, version=self._versions[s]) for s, report in reports.items()}, "the push")
+            gradients.accumulate(MicroBatchPosition(0, 1, last=True))
+        pushes = self._parameters.pushes(target, gradients, self._step, 1)
+        self._send({s: replace(push, version=self._versions[s]) for s, push in pushes.items()}, "the push")
         self._samples = None
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
@@ -175,7 +175,7 @@ class AsyncParameterServer(ServedStrategy):
                     raise unexpected_end_of_loop(rank for rank in self._arrived if self._done[rank] <= self._step)
                 return None
             worker, push = self._mailbox.receive(waiting, "the push")
-            if not isinstance(push, Report):
+            if not isinstance(push, Push):
                 self._arrived[worker] = push
                 continue
             if push.step != self._done[worker]:

@@ -51,7 +51,7 @@ from lockstep.strategies.parameter_server.flat_buckets import flat_buckets_of, s
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parameter_server.served_parameters import WITHOUT_GRADIENTS
 from lockstep.strategies.parameter_server.served_strategy import (
-    Report,
+    Push,
     ServedLayout,
     ServerRoles,
     SyncServers,
@@ -104,7 +104,7 @@ class Hybrid(SyncServers):
         self._tables: Final[list[ServedTable]] = []  # in the order of their numbers, which are the same on all ranks
         self._table_of: Final[dict[torch.Tensor, ServedTable]] = {}  # by its parameter, on every rank
         self._look_ups: Final = self._open_mailbox()
-        self._layout: Final = ServedLayout(context, self._send_reports)
+        self._layout: Final = ServedLayout(context, self._send_pushes)
         self.state_layout = self._layout
         self._dense: Final[dict[ParameterSet, ParameterSet]] = {}  # the part that workers sum among themselves
         self._looked_up: list[Lookup] | None = None  # in this micro-batch; None: none is under way
@@ -207,7 +207,7 @@ class Hybrid(SyncServers):
             gradients = sum_of_look_ups(self._looked_up or (), self._tables)
             self._rows.push((position.index, position.index + 1), gradients)
         if position.last:
-            self._unsent = {server: self._report(server, self._rows, position.of) for server in self._roles.servers}
+            self._unsent = {server: self._push_for(server, self._rows, position.of) for server in self._roles.servers}
             self._reduce(self._dense[target].parameters, self._sums, position.of)
             self._sums = self._rows = None
 
@@ -271,14 +271,14 @@ class Hybrid(SyncServers):
         finally:
             self._look_ups.close()
 
-    def _report(self, server: int, rows: TreeAccumulator[Gradients], micro_batches: int) -> Report:
+    def _push_for(self, server: int, rows: TreeAccumulator[Gradients], micro_batches: int) -> Push:
         """What a worker sends ``server`` of the gradients of a step: its rows."""
         held = {n: table.rows_of[server] for n, table in enumerate(self._tables) if server in table.rows_of}
         sums = [{n: g.within(held[n]) for n, g in gradients.items() if n in held} for gradients in rows.sums]
-        return Report(self._step, micro_batches, rows.nodes, sums, set())
+        return Push(self._step, micro_batches, rows.nodes, sums, set())
 
-    def _set_gradients(self, target: ParameterSet, of: int, reports: Sequence[Report]) -> None:
-        set_table_gradients(self._tables, sum_of(reports, of, merge_gradients, exact=True))
+    def _set_gradients(self, target: ParameterSet, of: int, pushes: Sequence[Push]) -> None:
+        set_table_gradients(self._tables, sum_of(pushes, of, merge_gradients, exact=True))
 
     def _reduce(self, dense: Sequence[nn.Parameter], sums: TreeGradientAccumulator, micro_batches: int) -> None:
         """Set ``.grad`` of the dense part to the sum over all workers; None for what had no part in any loss."""

@@ -43,7 +43,7 @@ from lockstep.strategies.parameter_server.served_parameters import (
     CopiesLayout,
     ServedParameters,
 )
-from lockstep.strategies.parameter_server.served_strategy import Report, ServerRoles, SyncServers, sum_of
+from lockstep.strategies.parameter_server.served_strategy import Push, ServerRoles, SyncServers, sum_of
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator, add_into_left
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import Strategy, StrategyContext, UpdateShare
@@ -75,7 +75,7 @@ class SyncParameterServer(SyncServers):
         self._exact: Final = context.exact
         # All, on a server; of several, each has some of the parameters.
         self.update_share = UpdateShare(steps=self._serves, is_whole=len(roles.servers) == 1)
-        self.state_layout = CopiesLayout(context, self._send_reports)
+        self.state_layout = CopiesLayout(context, self._send_pushes)
         self._parameters: Final = ServedParameters(context.group, roles, self.state_layout, context.say)
         self._target: ParameterSet
 
@@ -99,7 +99,7 @@ class SyncParameterServer(SyncServers):
             if self._exact or position.last:  # else autograd adds them up
                 self._sums.accumulate(position)
         if position.last:
-            self._unsent = self._parameters.reports(target, self._sums, self._step, position.of)
+            self._unsent = self._parameters.pushes(target, self._sums, self._step, position.of)
             self._sums = None
 
     def end_loop(self, *, complete: bool) -> bool:
@@ -112,11 +112,11 @@ class SyncParameterServer(SyncServers):
         """Give servers, too, the parameters that others own. Collective."""
         self._parameters.refresh()
 
-    def _set_gradients(self, target: ParameterSet, of: int, reports: Sequence[Report]) -> None:
+    def _set_gradients(self, target: ParameterSet, of: int, pushes: Sequence[Push]) -> None:
         self._target = target
         buckets = self._parameters.buckets_of(self._group.rank, target)
-        total = sum_of(reports, of, add_into_left, exact=self._exact) if buckets else []
-        used = set().union(*(report.used for report in reports))
+        total = sum_of(pushes, of, add_into_left, exact=self._exact) if buckets else []
+        used = set().union(*(push.used for push in pushes))
         for bucket, flat in zip(buckets, total, strict=True):
             set_gradients(bucket, flat, used)
 

@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.formatting import plural
 from lockstep.size_balancing import owners_of
 from lockstep.strategies.parameter_server.flat_buckets import FlatBucket, flat_buckets_of
-from lockstep.strategies.parameter_server.served_strategy import Report, ServedLayout, ServerRoles, require_everything
+from lockstep.strategies.parameter_server.served_strategy import Push, ServedLayout, ServerRoles, require_everything
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator
 from lockstep.strategies.parts.module_states import checksum, sync_module_states
 from lockstep.strategies.parts.sparse_gradients import refuse_sparse
@@ -86,19 +86,19 @@ class ServedParameters:
         """The buckets that ``server`` owns."""
         return [bucket for bucket in self.buckets(target) if bucket.owner == server]
 
-    def reports(
+    def pushes(
         self, target: ParameterSet, gradients: TreeGradientAccumulator, step: int, micro_batches: int
-    ) -> dict[int, Report]:
+    ) -> dict[int, Push]:
         """What a worker sends to each server: its buckets of ``gradients``."""
-        reports = {}
+        pushes = {}
         for server in self._roles.servers:
             buckets, tree = self.buckets_of(server, target), gradients.tree
             sums = [[bucket.pack(row) for bucket in buckets] for row in tree.sums]
-            reports[server] = Report(step, micro_batches, tree.nodes, sums, gradients.used)
-        return reports
+            pushes[server] = Push(step, micro_batches, tree.nodes, sums, gradients.used)
+        return pushes
 
     def values(self, target: ParameterSet) -> list[torch.Tensor]:
-        """What this server answers to a report: the values of its buckets."""
+        """What this server answers to a push: the values of its buckets."""
         return [bucket.values() for bucket in self.buckets_of(self._group.rank, target)]
 
     def update_copies(self, target: ParameterSet, server: int, flats: list[torch.Tensor]) -> None:

@@ -3,11 +3,11 @@
     ranks     0     1     2   |   3     4         parameter-server:servers=2 on five ranks
               workers         |   servers         (rank 0 is a worker: it is the leader, and measures)
 
-    worker 0   report  report  end
-    worker 1   report  report  end            break after the second step: the servers' loop ends there, too
+    worker 0   push  push  end
+    worker 1   push  push  end                    break after the second step: the servers' loop ends there, too
 
-In each step every worker sends one report to every server. Where servers wait for all of them, as `SyncServers` do,
-they set their gradients to the sum of all reports, step, and answer all workers together.
+In each step every worker sends one push to every server. Where servers wait for all of them, as `SyncServers` do,
+they set their gradients to the sum of all pushes, step, and answer all workers together.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from lockstep.strategies.parts.gradient_accumulation import (
 from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.strategy import ReplicaAssignment, ServerStrategy, StrategyContext
 
-_REPORT: Final = "the report of a step"
+_PUSH: Final = "the push"
 _END: Final = "the end of the loop over micro-batches"
 _NEXT_EPOCH: Final = "the next epoch of the data"
 _ADVICE: Final = (
@@ -73,7 +73,7 @@ class ServerRoles:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Push:
     """What a worker sends to one server in a step."""
 
     step: int  #: of this worker, from 0
@@ -215,11 +215,11 @@ class SyncServers(ServedStrategy):
         self._all_reduce: Final = open_all_reduce(self._role_group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, self._role_group)
         self._sums: TreeGradientAccumulator | None = None
-        self._unsent: dict[int, Report] = {}  # on a worker, by server
+        self._unsent: dict[int, Push] = {}  # on a worker, by server
 
     @abstractmethod
-    def _set_gradients(self, target: ParameterSet, of: int, reports: Sequence[Report]) -> None:
-        """Set ``.grad`` of what this server owns to the sum of ``reports`` over a step ``of`` so many micro-batches."""
+    def _set_gradients(self, target: ParameterSet, of: int, pushes: Sequence[Push]) -> None:
+        """Set ``.grad`` of what this server owns to the sum of ``pushes`` over a step ``of`` so many micro-batches."""
 
     def _values(self) -> object:
         """What this server answers after its step."""
@@ -229,21 +229,21 @@ class SyncServers(ServedStrategy):
         """Take what ``server`` has answered."""
 
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
-        """Receive a report of each worker, and set ``.grad`` to their sum; False, if they have ended the loop instead.
+        """Receive a push of each worker, and set ``.grad`` to their sum; False, if they have ended the loop instead.
 
         Raises:
             MismatchError: if workers are in another step.
         """
-        if self._is_over(_REPORT):
+        if self._is_over(_PUSH):
             return False
-        reports: list[Report] = self._gather(_REPORT)
-        if {(report.step, report.micro_batches) for report in reports} != {(self._step, position.of)}:
+        pushes: list[Push] = self._gather(_PUSH)
+        if {(push.step, push.micro_batches) for push in pushes} != {(self._step, position.of)}:
             raise MismatchError(
-                f"workers report other steps than this server is in ({self._step}, of {position.of} micro-batches): "
-                + ", ".join(f"{report.step}, of {report.micro_batches}" for report in reports)
+                f"workers push other steps than this server is in ({self._step}, of {position.of} micro-batches): "
+                + ", ".join(f"{push.step}, of {push.micro_batches}" for push in pushes)
             )
-        self._set_gradients(target, position.of, reports)
-        (counted,) = {report.counted for report in reports}
+        self._set_gradients(target, position.of, pushes)
+        (counted,) = {push.counted for push in pushes}
         if counted is not None:
             divide_by_counts(target, position.step_samples, counted)
         return True
@@ -255,11 +255,11 @@ class SyncServers(ServedStrategy):
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Let servers divide by the number of items, after their sum."""
         require_items(counted)
-        self._unsent = {server: replace(report, counted=counted) for server, report in self._unsent.items()}
+        self._unsent = {server: replace(push, counted=counted) for server, push in self._unsent.items()}
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Send the servers their reports, if they were not sent yet."""
-        self._send_reports()
+        """Send the servers their pushes, if they were not sent yet."""
+        self._send_pushes()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, wait for the servers' answers; then bring buffers in step."""
@@ -292,9 +292,9 @@ class SyncServers(ServedStrategy):
         self._all_reduce.close()
         super().close()
 
-    def _send_reports(self) -> None:
+    def _send_pushes(self) -> None:
         unsent, self._unsent = self._unsent, {}
-        self._send(unsent, _REPORT)
+        self._send(unsent, _PUSH)
 
 
 class ServedLayout(OwnerLayout):
@@ -323,11 +323,11 @@ def require_everything(target: ParameterSet) -> None:
         )
 
 
-def sum_of(reports: Sequence[Report], of: int, add: Callable[[Any, Any], Any], *, exact: bool) -> Any:
+def sum_of(pushes: Sequence[Push], of: int, add: Callable[[Any, Any], Any], *, exact: bool) -> Any:
     """The sum over a step ``of`` so many micro-batches: at the root of the tree, or just in the order of ranks."""
-    sums = [row for report in reports for row in report.sums]
+    sums = [row for push in pushes for row in push.sums]
     if exact:
-        return fold(of, [node for report in reports for node in report.nodes], sums, add)
+        return fold(of, [node for push in pushes for node in push.nodes], sums, add)
     return functools.reduce(add, sums)
 
 
