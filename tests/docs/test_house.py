@@ -53,7 +53,7 @@ OWN_PROCESS = {
     "launch/rendezvous/store_connection.py": "asks such a store, in the launcher of several machines only",
 }
 #: What a strategy may take from torch.distributed: modules that it wraps and their types, never a collective.
-WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "rpc", "autograd", "GradBucket")
+WRAPPED = ("fsdp", "optim", "algorithms", "tensor", "device_mesh", "pipelining", "GradBucket")
 #: Words of a private language that the code once spoke. They name nothing any more.
 BANISHED = re.compile(
     "vigil|nursery|council|creed|heeded|preside|seats?|crew|heart|sights?|agenda|appointment|wishes|tell(er|ing)|keeper|pupil|"

@@ -12,6 +12,7 @@ from lockstep.collectives.group import (
     translating_peer_errors,
 )
 from lockstep.collectives.leader_gather import gather_on_leader
+from lockstep.collectives.mailbox import Mailbox
 from lockstep.collectives.neighbour_link import NeighbourLink, Neighbours, meet_neighbours
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
@@ -39,6 +40,7 @@ __all__ = [
     "Connections",
     "Group",
     "KeyValueStore",
+    "Mailbox",
     "NativeAllReduce",
     "NativeReduceScatter",
     "NeighbourLink",

@@ -114,6 +114,11 @@ class Group:
         return "gloo" if self.over_cpu else "nccl"
 
     @property
+    def address(self) -> tuple[str, int]:
+        """The host and the port at which the ranks of the world have met."""
+        return self._world.address, self._world.port
+
+    @property
     def leads(self) -> bool:
         """Whether this is rank 0, which writes for all."""
         return self.rank == 0

@@ -5,7 +5,8 @@
     the neighbour's           ┌─ number, bytes ──► kept ─► answer
 
 A connection of its own for each pair of ranks: a collective of the training neither waits for it nor breaks with it.
-`NeighbourLink` carries whole parts of a state over it, as drawn; `WriteChannel` some hundred bytes in each step.
+`NeighbourLink` carries whole parts of a state over it, as drawn; `WriteChannel` some hundred bytes in each step;
+`Mailbox` whatever workers and servers say to each other.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ _GREETING_S: Final = 2.0
 class Neighbours:
     """The connections of one rank; whoever has them closes them."""
 
-    to: socket.socket  #: for what it sends
-    sources: Mapping[int, socket.socket]  #: for what each rank sends that sends to this one
+    to: Mapping[int, socket.socket]  #: to each rank that this one has called
+    sources: Mapping[int, socket.socket]  #: from each rank that has called this one
 
 
 class NeighbourLink:
@@ -95,7 +96,7 @@ class NeighbourLink:
             self._to.sendall(_HEAD.pack(number, len(content)))
             self._to.sendall(content)
         answer = bytearray(_ANSWER.size)
-        _fill(self._to, memoryview(answer))
+        receive_into(self._to, memoryview(answer))
         if not _ANSWER.unpack(answer)[0]:
             raise OSError("it has no room")
 
@@ -111,43 +112,43 @@ class NeighbourLink:
             connection.close()
 
 
-def meet_neighbours(group: Group, address: tuple[str, int], to: int, sources: Collection[int]) -> Neighbours | str:
-    """Connect this rank to ``to``, and with those that are to send to it. Collective.
+def meet_neighbours(group: Group, to: Collection[int], sources: Collection[int]) -> Neighbours | str:
+    """Connect this rank to each of ``to``, and with those that connect to it. Collective.
 
     It goes over the network interface that gloo uses. Nobody but these ranks can take part: each is told the others'
     secrets by the group. What is sent is not encrypted.
 
     Args:
         group: all ranks.
-        address: of a host and a port in the network through which the ranks reach each other.
-        to: the rank to which this one sends.
-        sources: the ranks that send to this one.
+        to: the ranks that this one calls.
+        sources: the ranks that call this one.
 
     Returns:
         The connections; on all ranks alike, why there are none.
     """
     secret = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
-        listening, here, why_not = _listen(address)
+        listening, here, why_not = _listen(group.address)
         if listening is not None:
             stack.callback(listening.close)
         ranks = group.gather_objects((here, secret, why_not), "where neighbours meet")
         unreached, unheard = "", ""
-        connection: socket.socket | None = None
+        called: dict[int, socket.socket] = {}
         accepted: dict[int, socket.socket] = {}
         if listening is not None and not any(failed for *_, failed in ranks):
-            there, its_secret, _ = ranks[to]
-            try:
-                connection = socket.create_connection(there, timeout=_CONNECT_S)
-                connection.sendall(_GREETING.pack(its_secret, group.rank))
-            except OSError as error:
-                unreached = f"rank {group.rank} does not reach rank {to} at {there[0]}: {error.strerror or error}"
+            for rank in to:
+                there, its_secret, _ = ranks[rank]
+                try:
+                    called[rank] = socket.create_connection(there, timeout=_CONNECT_S)
+                    called[rank].sendall(_GREETING.pack(its_secret, group.rank))
+                except OSError as error:
+                    unreached = f"rank {group.rank} does not reach rank {rank} at {there[0]}: {error.strerror or error}"
             unheard = _accept(listening, secret, sources, accepted)
         told = group.gather_objects((why_not, unreached, unheard), "whether neighbours have met")
         # Whoever was not reached has waited in vain, too.
         failures = [failed for kind in zip(*told, strict=True) for failed in kind if failed]
-        made = (*accepted.values(), *([] if connection is None else [connection]))
-        if failures or connection is None:
+        made = (*accepted.values(), *called.values())
+        if failures:
             for one in made:
                 one.close()
             return f"{failures[0]}; {INTERFACES[0]} names another network interface"
@@ -155,7 +156,7 @@ def meet_neighbours(group: Group, address: tuple[str, int], to: int, sources: Co
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             one.settimeout(None)  # nothing may come for as long as an evaluation takes
-        return Neighbours(connection, accepted)
+        return Neighbours(called, accepted)
 
 
 def _listen(address: tuple[str, int]) -> tuple[socket.socket | None, tuple[str, int], str]:
@@ -195,7 +196,7 @@ def _greeted(connection: socket.socket, secret: bytes) -> int:
     connection.settimeout(_GREETING_S)
     greeting = bytearray(_GREETING.size)
     with contextlib.suppress(OSError):
-        _fill(connection, memoryview(greeting))
+        receive_into(connection, memoryview(greeting))
     told, rank = _GREETING.unpack(greeting)
     return rank if secrets.compare_digest(told, secret) else -1
 
@@ -207,11 +208,11 @@ def _receive(connection: socket.socket, keep: Keep) -> None:
     def fill(memory: memoryview) -> None:
         nonlocal filled
         filled = True
-        _fill(connection, memory)
+        receive_into(connection, memory)
 
     with contextlib.suppress(OSError):  # the other end is gone, or this one is closed
         while True:
-            _fill(connection, memoryview(head))
+            receive_into(connection, memoryview(head))
             number, length = _HEAD.unpack(head)
             filled = False
             try:
@@ -227,12 +228,12 @@ def _skip(connection: socket.socket, length: int) -> None:
     scrap = memoryview(bytearray(_SCRAP_BYTES))
     while length:
         taken = min(length, _SCRAP_BYTES)
-        _fill(connection, scrap[:taken])
+        receive_into(connection, scrap[:taken])
         length -= taken
 
 
-def _fill(connection: socket.socket, memory: memoryview) -> None:
-    """Fill ``memory`` with the next bytes.
+def receive_into(connection: socket.socket, memory: memoryview) -> None:
+    """Fill ``memory`` with the next bytes of ``connection``.
 
     Raises:
         ConnectionError: if the connection ends before.

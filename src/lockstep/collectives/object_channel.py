@@ -34,11 +34,11 @@ class ObjectChannel:
 
     def send(self, value: object, to: int) -> None:
         """Send ``value``, anything that can be pickled, to the rank ``to``, which must call `receive`."""
-        header, tensors = self._split(value)
+        header, tensors = split_object(value, self._transport_device)
         with translating_peer_errors("the hand-over between stages"):
             dist.send_object_list([header], group=self._header_group, group_dst=to)
             for tensor in tensors:
-                dist.send(_as_bytes(tensor), group=self._tensor_group, group_dst=to)
+                dist.send(as_bytes(tensor), group=self._tensor_group, group_dst=to)
 
     def receive(self, source: int) -> Any:
         """Wait for what the rank ``source`` sends, and return it."""
@@ -50,7 +50,7 @@ class ObjectChannel:
     def broadcast(self, value: object, source: int) -> Any:
         """The ``value`` of the rank ``source``, on every rank; on that rank the object itself. Collective."""
         is_source = self._rank == source
-        header, tensors = self._split(value) if is_source else (None, [])
+        header, tensors = split_object(value, self._transport_device) if is_source else (None, [])
         headers: list[Any] = [header]
         with translating_peer_errors("the hand-over between stages"):
             dist.broadcast_object_list(headers, group=self._header_group, group_src=source)
@@ -59,22 +59,38 @@ class ObjectChannel:
                     headers[0], lambda t: dist.broadcast(t, group=self._tensor_group, group_src=source)
                 )
             for tensor in tensors:
-                dist.broadcast(_as_bytes(tensor), group=self._tensor_group, group_src=source)
+                dist.broadcast(as_bytes(tensor), group=self._tensor_group, group_src=source)
         return value
 
-    def _split(self, value: object) -> tuple[Header, list[torch.Tensor]]:
-        pickled, tensors = io.BytesIO(), list[torch.Tensor]()
-        _Pickler(pickled, tensors).dump(value)
-        shapes = [(t.shape, t.dtype) for t in tensors]
-        return (pickled.getvalue(), shapes), [t.to(self._transport_device).contiguous() for t in tensors if t.numel()]
-
     def _rebuild(self, header: Header, fill: Callable[[torch.Tensor], object]) -> Any:
-        pickled, shapes = header
-        tensors = [torch.empty(shape, dtype=dtype, device=self._transport_device) for shape, dtype in shapes]
-        for tensor in tensors:
-            if tensor.numel():
-                fill(_as_bytes(tensor))
-        return _Unpickler(io.BytesIO(pickled), [t.to(self._device) for t in tensors]).load()
+        return rebuild_object(header, fill, self._transport_device, self._device)
+
+
+def split_object(value: object, device: torch.device) -> tuple[Header, list[torch.Tensor]]:
+    """``value`` without its tensors, and those of them that have elements, contiguous in the memory of ``device``."""
+    pickled, tensors = io.BytesIO(), list[torch.Tensor]()
+    _Pickler(pickled, tensors).dump(value)
+    shapes = [(t.shape, t.dtype) for t in tensors]
+    return (pickled.getvalue(), shapes), [t.to(device).contiguous() for t in tensors if t.numel()]
+
+
+def rebuild_object(
+    header: Header, fill: Callable[[torch.Tensor], object], transport_device: torch.device, device: torch.device
+) -> Any:
+    """The object that `split_object` has taken apart, with new tensors on ``device``.
+
+    Args:
+        header: of `split_object`.
+        fill: receives the bytes of the next tensor into the memory that it is given.
+        transport_device: whose memory that is.
+        device: where the tensors are to be.
+    """
+    pickled, shapes = header
+    tensors = [torch.empty(shape, dtype=dtype, device=transport_device) for shape, dtype in shapes]
+    for tensor in tensors:
+        if tensor.numel():
+            fill(as_bytes(tensor))
+    return _Unpickler(io.BytesIO(pickled), [t.to(device) for t in tensors]).load()
 
 
 class _Pickler(pickle.Pickler):
@@ -102,6 +118,6 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A view that every transport takes, whatever the type of the numbers."""
     return tensor.view(-1).view(torch.uint8)

@@ -34,13 +34,14 @@ class WriteChannel:
     """Sends to one rank and receives from others; for one thread. No call waits for another rank.
 
     Args:
-        neighbours: the connections, which are closed with this.
+        neighbours: the connections, of which one leads away from here; they are closed with this.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
-        self._to: socket.socket | None = neighbours.to  # None: it is gone, or reads nothing
+        (to,) = neighbours.to.values()
+        self._to: socket.socket | None = to  # None: it is gone, or reads nothing
         self._sources: Final = dict(neighbours.sources)
-        for connection in (neighbours.to, *self._sources.values()):
+        for connection in (to, *self._sources.values()):
             connection.setblocking(False)
         self._unsent: Final = bytearray()
         self._unread: Final = {source: bytearray() for source in self._sources}

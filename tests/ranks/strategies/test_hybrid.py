@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from lockstep.collectives import Mailbox
 from lockstep.errors import SettingError, UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.memory_use import host_memory
 from lockstep.run import Run
 from lockstep.strategies.parameter_server import table_construction
-from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTables, LookupRequest, ServedTable
+from lockstep.strategies.parameter_server.embedding_tables import ServedTable
 from lockstep.strategies.parameter_server.row_division import WHOLE_BYTES, RowDivision
-from lockstep.strategies.parameter_server.rpc import RpcEndpoint
 from lockstep.testing import run_ranks, state_hash
 from parameter_server_loops import classify
 from worlds import on_world
@@ -119,13 +119,13 @@ def test_the_bits_are_those_of_one_rank(ranks, servers):
 def late_server(word):
     """Metrics of a script that changes a table by hand, on a server that comes to it after workers could ask."""
     looked_up = threading.Event()
-    look_up = EmbeddingTables.look_up
+    read = ServedTable.read
 
-    def looking_up(self, lookup):
+    def reading(self, rows):
         looked_up.set()
-        return look_up(self, lookup)
+        return read(self, rows)
 
-    EmbeddingTables.look_up = looking_up
+    ServedTable.read = reading
     with Run(seed=3, strategy=word) as run:
         net = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(20, 4))
         model = run.model(net)
@@ -173,20 +173,20 @@ def sparse(word):
 def some_served():
     """Bytes of tables here, the rows that were asked for, and the strategy's word for what is served."""
     asked = []
-    read = RpcEndpoint.read
+    ask = Mailbox.ask
 
-    def reading(self, rank, what):
-        asked.extend([what.rows.tolist()] if isinstance(what, LookupRequest) and what.context is not None else [])
-        return read(self, rank, what)
+    def asking(self, questions, what):
+        asked.extend(rows.tolist() for _, rows in questions.values())
+        return ask(self, questions, what)
 
-    RpcEndpoint.read = reading
+    Mailbox.ask = asking
     with Run(strategy="hybrid:served=pair+bag", replay=False) as run:
         net = Net()
         model = run.model(net)
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
         for (x,) in run.train(run.loader((torch.arange(40).view(8, 5),), global_batch=8, micro_batch=2)):
             run.step(model(x).mean())
-    RpcEndpoint.read = read
+    Mailbox.ask = ask
     message = None
     if run.rank < 2:
         with pytest.raises(UsageError, match="looked up after the run was closed") as caught:

@@ -18,15 +18,15 @@ from torch.nn import functional as F
 
 import lockstep
 from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import fold, open_group, single_rank_group
+from lockstep.collectives import Mailbox, fold, open_group, single_rank_group
 from lockstep.errors import PeerLost, SettingError, UsageError
 from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import EXIT_STOPPED, RESUME, STOP_FILE
 from lockstep.run import Run
 from lockstep.strategies import StrategyContext, open_strategy
-from lockstep.strategies.parameter_server.flat_buckets import BucketGradients, flat_buckets_of
-from lockstep.strategies.parameter_server.rpc import RpcEndpoint, ServerRoles
-from lockstep.strategies.parameter_server.server_context import Push
+from lockstep.strategies.parameter_server.flat_buckets import flat_buckets_of
+from lockstep.strategies.parameter_server.served_strategy import Push, ServerRoles
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, TreeGradientAccumulator
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategy_kinds import ParameterServerOptions
 from lockstep.testing import run_each, run_ranks, state_hash
@@ -48,9 +48,10 @@ def test_each_tensor_is_in_one_bucket_and_comes_back_from_it(shapes, data):
     assert sorted(owner_of) == sorted(id(t) for bucket in buckets for t in bucket.tensors)
     for bucket in buckets:
         assert {owner_of[id(t)] for t in bucket.tensors} == {bucket.owner}
-        values = [torch.randn_like(t) for t in bucket.tensors]
+        values = [torch.randn_like(t) for t in tensors]
         flat = bucket.pack(values)
-        assert all(torch.equal(a, b) for a, b in zip(bucket.unpack(flat), values, strict=True))
+        own = [values[place] for place in bucket.places]
+        assert all(torch.equal(a, b) for a, b in zip(bucket.unpack(flat), own, strict=True))
         bucket.fill(flat)
         assert torch.equal(bucket.values(), flat)
 
@@ -63,12 +64,12 @@ def test_what_workers_push_folds_to_the_tree_of_one_rank(micro_batches, data):
 
     def pushed(run):
         parameter = nn.Parameter(torch.zeros(5))
-        sums = BucketGradients(flat_buckets_of([parameter], [1]), micro_batches, exact=True)
+        sums = TreeGradientAccumulator(ParameterSet((parameter,), everything=True), micro_batches)
         for index in run:
             parameter.grad = gradients[index].clone()
             sums.accumulate(MicroBatchPosition(index, micro_batches, last=index == run[-1]))
             assert parameter.grad is None
-        return sums.nodes, sums.rows(0)
+        return sums.tree.nodes, [row for (row,) in sums.tree.sums]
 
     def whole(run):
         pushes = [pushed(one) for one in run]
@@ -180,25 +181,26 @@ def test_fast_sums_are_near():
 def traffic():
     """Bytes of tensors that this rank laid before servers, and that it got back, in one step."""
     sent, got = [], []
-    send, wait = RpcEndpoint.send, RpcEndpoint.wait
+    send, receive = Mailbox.send, Mailbox.receive
 
-    def sending(self, rank, content):
-        if isinstance(content, Push):
-            sent.append(sum(t.numel() * t.element_size() for t in content.sums))
-        return send(self, rank, content)
+    def sending(self, rank, message, what):
+        if isinstance(message, Push):
+            sent.append(sum(t.numel() * t.element_size() for flats in message.sums for t in flats))
+        return send(self, rank, message, what)
 
-    def waiting(self, rank, answer, what):
-        value = wait(self, rank, answer, what)
-        got.append(sum(t.numel() * t.element_size() for t in value[1]))
-        return value
+    def receiving(self, *args, **kwargs):
+        rank, message = receive(self, *args, **kwargs)
+        if isinstance(message, list):
+            got.append(sum(t.numel() * t.element_size() for t in message))
+        return rank, message
 
     with Run(strategy="parameter-server:servers=2") as run:
         model = run.model(nn.Linear(100, 10))
         run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
-        RpcEndpoint.send, RpcEndpoint.wait = sending, waiting
+        Mailbox.send, Mailbox.receive = sending, receiving
         for (x,) in run.train(run.loader((torch.ones(6, 100),), global_batch=6, micro_batch=1)):
             run.step(model(x).mean())
-        RpcEndpoint.send, RpcEndpoint.wait = send, wait
+        Mailbox.send, Mailbox.receive = send, receive
         return sum(sent), sum(got)
 
 
@@ -426,19 +428,16 @@ def test_nothing_hangs_where_the_loop_is_left_otherwise(word, tmp_path):
 
 def leaves_letters():
     group = open_group(World.from_env(os.environ), torch.device("cpu"), 100)
-    line = RpcEndpoint(group, lambda what: what)
-    early = [line.send(1, "") for _ in range(20)] if group.leads else []
-    if group.leads:
-        line.wait(1, line.read(1, ""), "a sign that they are there")
+    line = Mailbox(group, [1], []) if group.leads else Mailbox(group, [], [0])
+    for _ in range(40 if group.leads else 0):
+        line.send(1, "", "a letter")
     group.barrier("letters have come")
-    late = [line.send(1, "") for _ in range(20)] if group.leads else []
     line.close()
     group.close()
-    return [answer.done() for answer in early + late]
 
 
 def test_the_end_does_not_wait_for_letters_that_nobody_takes():
-    assert run_ranks(leaves_letters, 2, timeout_s=30) == [[True] * 40, []]
+    assert run_ranks(leaves_letters, 2, timeout_s=30) == [None, None]
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
@@ -467,7 +466,7 @@ def stopped(word):
 def test_a_server_that_stops_is_named_after_the_deadline():
     (worker, server) = run_each(stopped, 2, "parameter-server", timeout_s=30)
     assert worker.value.startswith("rank 1 exited or stopped responding during the pull of parameters: ")
-    assert "RPC ran for more than set timeout (2000 ms)" in worker.value
+    assert "nothing came in 2 s" in worker.value
     assert str(server.error) == "rank 1 was killed by SIGKILL before the function returned"
 
 

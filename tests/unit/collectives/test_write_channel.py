@@ -15,7 +15,7 @@ WRITES = st.lists(st.tuples(st.integers(0, 1 << 40), st.binary(max_size=200)), m
 def channels():
     """Those of ranks 0 and 1, each of which sends to the other; and the connection by which 0 sends."""
     (a, b), (c, d) = socket.socketpair(), socket.socketpair()
-    made = WriteChannel(Neighbours(a, {1: d})), WriteChannel(Neighbours(c, {0: b}))
+    made = WriteChannel(Neighbours({1: a}, {1: d})), WriteChannel(Neighbours({0: c}, {0: b}))
     try:
         yield (*made, a)
     finally:

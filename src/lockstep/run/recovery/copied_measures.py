@@ -85,7 +85,7 @@ def open_copied_measures(
     if len(set(group.nodes)) == 1:
         return None
     to, sources = neighbours_of(group.nodes, group.rank)
-    met = meet_neighbours(group, (world.address, world.port), to, sources)
+    met = meet_neighbours(group, [to], sources)
     if isinstance(met, str):
         say(f"what is measured is not copied to other hosts, so that the loss of a host loses steps: {met}")
         return None

@@ -197,9 +197,9 @@ def open_mirror(
     plan = MirrorPlan.on_two_nodes(group.nodes, numbers, divided, {"carry"}, group.rank)
     copies = {source: PartCopies(directory / f"copy-{source:04d}") for source in plan.sources}
     assert plan.to is not None
-    met = meet_neighbours(group, (world.address, world.port), plan.to, plan.sources)
+    met = meet_neighbours(group, [plan.to], plan.sources)
     if isinstance(met, str):
         say(f"the state is not copied to other hosts: {met}")
         return opened(alone, None, {}, room, say)
     keeps = [(met.sources[source], one.take) for source, one in copies.items()]
-    return opened(plan, NeighbourLink(met.to, keeps, group.timeout_s), copies, room, say)
+    return opened(plan, NeighbourLink(met.to[plan.to], keeps, group.timeout_s), copies, room, say)

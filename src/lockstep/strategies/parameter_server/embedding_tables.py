@@ -1,8 +1,8 @@
-"""Embeddings on servers: the rows of each server, their look-ups, and the gradients of a step.
+"""Embeddings on servers: their look-ups, and the gradients of a step.
 
     worker    ids 7 2 7  ──►  distinct: 2 7  ──►  the servers of 2 and 7  ──►  a table of two rows, looked up as 1 0 1
-    server    rows 2 ..., a leaf of distributed autograd of its own for each look-up
-              its gradient: (rows 2 ..., values), added row by row along the tree
+              its gradient: (rows 2 7, values), added row by row along the tree
+    server    rows 2 ...  ◄──  at the end of the step: (rows 2 ..., values) of each worker, and the rest of the tree
 
 So a server never has a gradient of all its rows but once in a step, and a worker never a row that it has not asked for.
 """
@@ -16,38 +16,15 @@ from typing import Any, Final
 
 import torch
 from torch import nn
-from torch._C._distributed_autograd import get_gradients  # what torch.distributed exports, with types
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.collectives import TreeAccumulator, fold
 from lockstep.errors import UsageError
 from lockstep.strategies.parts.row_shard import RowShard
 from lockstep.torch_private import pytree
 
 EmbeddingTable = nn.Embedding | nn.EmbeddingBag
 Fetch = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class LookupRequest:
-    """A worker's request for rows of a table, of one server."""
-
-    table: int  #: its number
-    rows: torch.Tensor  #: their numbers in the table, each once and in order, int64, of shape (rows,)
-    worker: int
-    context: int | None  #: of distributed autograd; None: no backward pass follows
-
-
-@dataclass(frozen=True, slots=True)
-class GradientRequest:
-    """A worker's backward pass is done: its gradients on this server may be folded."""
-
-    worker: int
-    context: int  #: of distributed autograd
-    index: int  #: of the micro-batch
-    of: int  #: micro-batches of the step
-    used: tuple[int, ...]  #: the numbers of the tables that had a part in the loss, also without a row of this server
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +42,11 @@ class RowGradient:
         values[mine] = self.values
         values[theirs] += other.values
         return RowGradient(rows, values)
+
+    def within(self, rows: range) -> RowGradient:
+        """The part of it that belongs to these ``rows`` of the table."""
+        first, end = torch.searchsorted(self.rows, torch.tensor([rows.start, rows.stop])).tolist()
+        return RowGradient(self.rows[first:end], self.values[first:end])
 
     def of_table(self, rows: range, dtype: torch.dtype, device: torch.device, *, sparse: bool) -> torch.Tensor:
         """As the gradient of the ``rows`` of a table, dense or sparse."""
@@ -123,6 +105,11 @@ class ServedTable:
         ends = torch.searchsorted(rows, torch.tensor([part.stop for part in self.rows_of.values()]))
         pieces = rows.tensor_split(ends.tolist()[:-1])
         return [(server, piece) for server, piece in zip(self.rows_of, pieces, strict=True) if len(piece)]
+
+    def read(self, rows: torch.Tensor) -> torch.Tensor:
+        """The values of these ``rows``, all of which lie on this rank, in the memory of the CPU."""
+        weight = self.module.weight.detach()
+        return weight[(rows - self.rows.start).to(weight.device)].cpu()
 
     def look_up(self, fetch: Fetch, inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
         """What the module's forward pass returns, also that of a class of the user's.
@@ -185,90 +172,45 @@ class _LookUps(TorchFunctionMode):
         }
 
 
-class EmbeddingTables:
-    """The embeddings on servers; on a server also the gradients of the step."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """What a worker has been sent of a table."""
 
-    def __init__(self) -> None:
-        self.tables: Final[list[ServedTable]] = []
-        self._looked_up: Final[dict[int, tuple[int, list[tuple[int, torch.Tensor, torch.Tensor]]]]] = {}
-        self._folds: Final[dict[int, TreeAccumulator[Gradients]]] = {}  # of this step, by worker
+    table: int  #: its number
+    rows: torch.Tensor  #: their numbers in the table, each once and in order, int64, of shape (rows,)
+    values: torch.Tensor  #: a leaf of autograd, of shape (rows, elements of a row)
 
-    def add(self, table: ServedTable) -> int:
-        """Serve ``table``; its number, the same on all ranks."""
-        self.tables.append(table)
-        return len(self.tables) - 1
-
-    def look_up(self, lookup: LookupRequest) -> torch.Tensor:
-        """Give rows that lie on this server; distributed autograd will bring their gradients back here."""
-        table = self.tables[lookup.table]
-        weight = table.module.weight.detach()
-        rows = weight[(lookup.rows - table.rows.start).to(weight.device)].cpu()
-        if lookup.context is None or not table.trained:
-            return rows
-        leaf = rows.requires_grad_()
-        self._leaves(lookup.worker, lookup.context).append((lookup.table, lookup.rows, leaf))
-        return leaf.view_as(leaf)
-
-    def accumulate(self, request: GradientRequest) -> None:
-        """Fold the gradients that a micro-batch's backward pass has left on this server."""
-        leaves = self._leaves(request.worker, request.context)
-        found = get_gradients(request.context) if leaves else {}
-        sums = {number: self._no_gradient(number) for number in request.used if self.tables[number].is_here}
-        # From the last look-up of the forward pass to the first, as autograd adds them on one rank.
-        for number, rows, leaf in reversed(leaves):
-            if (gradient := found.get(leaf)) is not None:
-                own = self._without_padding(number, RowGradient(rows, gradient))
-                sums[number] = own.plus(sums[number]) if number in sums else own
-        leaves.clear()
-        if request.worker not in self._folds:
-            self._folds[request.worker] = TreeAccumulator(request.of, _merge)
-        self._folds[request.worker].push((request.index, request.index + 1), sums)
-
-    def write_gradients(self, micro_batches: int) -> None:
-        """Set ``.grad`` of this server's rows to the sum over the step; None for tables that had no part in a loss."""
-        folds = [self._folds[worker] for worker in sorted(self._folds)]
-        self._folds.clear()
-        sums = [gradients for one in folds for gradients in one.sums]
-        total = fold(micro_batches, [node for one in folds for node in one.nodes], sums, _merge)
-        for number, table in enumerate(self.tables):
-            if table.is_here:
-                weight, gradient = table.module.weight, total.get(number)
-                weight.grad = (
-                    None
-                    if gradient is None
-                    else gradient.of_table(table.rows, weight.dtype, weight.device, sparse=table.module.sparse)
-                )
-
-    def discard_step(self) -> None:
-        """Drop the gradients of the step; while no worker computes."""
-        self._folds.clear()
-        self._looked_up.clear()
-
-    def _leaves(self, worker: int, context: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The look-ups of a worker in a context, in their order: the table, the rows, the leaf that has them.
-
-        Those of its earlier contexts are dropped.
-        """
-        known, leaves = self._looked_up.get(worker, (context, []))
-        if known != context:
-            leaves = []
-        self._looked_up[worker] = (context, leaves)
-        return leaves
-
-    def _no_gradient(self, number: int) -> RowGradient:
-        table = self.tables[number]
-        return RowGradient(torch.empty(0, dtype=torch.int64), torch.empty(0, table.shape[1], dtype=table.dtype))
-
-    def _without_padding(self, number: int, gradient: RowGradient) -> RowGradient:
-        """``gradient`` without the padding's row, which has none: it came along with every look-up."""
-        padding = self.tables[number].module.padding_idx
-        if padding is None:
-            return gradient
-        kept = gradient.rows != padding
-        return RowGradient(gradient.rows[kept], gradient.values[kept])
+    def gradient(self, padding: int | None) -> RowGradient | None:
+        """What the backward pass has left, without the row of the ``padding``; None, if it had no part in the loss."""
+        if self.values.grad is None:
+            return None
+        kept = self.rows != (-1 if padding is None else padding)
+        return RowGradient(self.rows[kept], self.values.grad[kept])
 
 
-def _merge(left: Gradients, right: Gradients) -> Gradients:
+def sum_of_look_ups(look_ups: Sequence[Lookup], tables: Sequence[ServedTable]) -> Gradients:
+    """The gradients of one micro-batch, whose backward pass is done."""
+    sums: Gradients = {}
+    # From the last look-up of the forward pass to the first, as autograd adds them on one rank.
+    for one in reversed(look_ups):
+        if (own := one.gradient(tables[one.table].module.padding_idx)) is not None:
+            sums[one.table] = own.plus(sums[one.table]) if one.table in sums else own
+    return sums
+
+
+def merge_gradients(left: Gradients, right: Gradients) -> Gradients:
     """Add gradients; where one is missing, the other one is the sum."""
     both = {number: left[number].plus(right[number]) for number in left.keys() & right.keys()}
     return {**left, **right, **both}
+
+
+def set_table_gradients(tables: Sequence[ServedTable], total: Gradients) -> None:
+    """Set ``.grad`` of the rows on this server; None for tables that had no part in a loss."""
+    for number, table in enumerate(tables):
+        if table.is_here:
+            weight, gradient = table.module.weight, total.get(number)
+            weight.grad = (
+                None
+                if gradient is None
+                else gradient.of_table(table.rows, weight.dtype, weight.device, sparse=table.module.sparse)
+            )

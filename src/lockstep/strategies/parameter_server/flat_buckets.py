@@ -1,4 +1,4 @@
-"""Tensors that are sent as one, and gradients that are summed so.
+"""Tensors that are sent as one.
 
 parameters      a 2x2     b 3       c 2
 owners          rank 2    rank 3    rank 2
@@ -10,13 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
-
-from lockstep.batch import MicroBatchPosition
-from lockstep.collectives import Node, TreeAccumulator
-from lockstep.strategies.parts.gradient_accumulation import add_into_left, pop_gradients
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,10 +22,11 @@ class FlatBucket:
 
     owner: int
     tensors: tuple[torch.Tensor, ...]
+    places: tuple[int, ...]  #: of the tensors among all those that were divided into buckets
 
     def pack(self, values: Tensors) -> torch.Tensor:
-        """Concatenate ``values``, one for each tensor, into a new one-dimensional tensor."""
-        return torch.cat([value.detach().reshape(-1) for value in values])
+        """Concatenate those of ``values``, one for each tensor of all buckets, that are here, in one dimension."""
+        return torch.cat([values[place].detach().reshape(-1) for place in self.places])
 
     def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of what `pack` gave, each shaped like its tensor."""
@@ -39,7 +35,7 @@ class FlatBucket:
 
     def values(self) -> torch.Tensor:
         """What the tensors hold, packed, on the CPU."""
-        return self.pack(self.tensors).cpu()
+        return torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors]).cpu()
 
     @torch.no_grad()
     def fill(self, flat: torch.Tensor) -> None:
@@ -50,65 +46,13 @@ class FlatBucket:
 
 def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> list[FlatBucket]:
     """The buckets of ``tensors``, in the order in which owners and types first occur."""
-    found: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-    for tensor, owner in zip(tensors, owners, strict=True):
-        found.setdefault((owner, tensor.dtype), []).append(tensor)
-    return [FlatBucket(owner, tuple(held)) for (owner, _), held in found.items()]
-
-
-class BucketGradients:
-    """A worker's gradients of one step, packed as they are sent, folded along the tree or just added up."""
-
-    def __init__(self, buckets: Sequence[FlatBucket], micro_batches: int, *, exact: bool) -> None:
-        self._buckets: Final = buckets
-        self._exact: Final = exact
-        self._fold: Final = TreeAccumulator[list[torch.Tensor]](micro_batches, add_into_left)
-        self._used: Final[list[set[int]]] = [set() for _ in buckets]
-        self.samples = 0  # of the micro-batches so far
-
-    def accumulate(self, position: MicroBatchPosition) -> None:
-        """Add the gradients of ``position``, and leave ``.grad`` empty."""
-        if not position.is_padding:
-            flats = []
-            for bucket, used in zip(self._buckets, self._used, strict=True):
-                gradients = pop_gradients(bucket.tensors, used)
-                flats.append(bucket.pack(gradients))
-            self.samples += position.samples
-            self._add(position.index, flats)
-        for bucket in self._buckets:
-            for parameter in bucket.tensors:
-                parameter.grad = None
-
-    def write_gradients(self) -> None:
-        """Put the sum of all nodes into ``.grad``."""
-        for number, bucket in enumerate(self._buckets):
-            rows = self.rows(number)
-            for row in rows[1:]:
-                rows[0].add_(row)
-            if rows:
-                set_gradients(bucket, rows[0], self._used[number])
-
-    def rows(self, number: int) -> list[torch.Tensor]:
-        """The sums of the bucket of this number: one-dimensional, one for each of `nodes`."""
-        return [sums[number] for sums in self._fold.sums]
-
-    def used(self, number: int) -> set[int]:
-        """The indices, in the bucket of this number, of the parameters that had a part in some loss."""
-        return self._used[number]
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The nodes of the tree of which there are sums; where gradients are just added up, a single one."""
-        return list(self._fold.nodes)
-
-    def _add(self, index: int, flats: list[torch.Tensor]) -> None:
-        if self._exact or not self._fold.sums:
-            self._fold.push((index, index + 1), flats)
-        else:
-            add_into_left(self._fold.sums[0], flats)
+    found: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, int]]] = {}
+    for place, (tensor, owner) in enumerate(zip(tensors, owners, strict=True)):
+        found.setdefault((owner, tensor.dtype), []).append((tensor, place))
+    return [FlatBucket(owner, *zip(*held, strict=True)) for (owner, _), held in found.items()]
 
 
 def set_gradients(bucket: FlatBucket, flat: torch.Tensor, used: Collection[int]) -> None:
-    """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the index is not in ``used``."""
-    for place, (parameter, gradient) in enumerate(zip(bucket.tensors, bucket.unpack(flat), strict=True)):
+    """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the place is not in ``used``."""
+    for place, parameter, gradient in zip(bucket.places, bucket.tensors, bucket.unpack(flat), strict=True):
         parameter.grad = gradient.to(parameter.device) if place in used else None

@@ -9,13 +9,10 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
-from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable, LookupRequest, ServedTable
-from lockstep.strategies.parameter_server.rpc import RpcEndpoint
+from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable, ServedTable
 from lockstep.strategies.parameter_server.table_construction import TablePart, whole_table
 from lockstep.strategies.parts.sparse_gradients import sparse_parameters
 from lockstep.torch_private import own_buffers
-
-_BLOCK_BYTES = 1 << 24  #: of a table that are sent at once when its rows are handed out
 
 
 def find_tables(model: nn.Module, names: Collection[str]) -> dict[str, EmbeddingTable]:
@@ -61,12 +58,10 @@ def place_rest(model: nn.Module, device: torch.device) -> None:
             own_buffers(module)[name] = buffer.to(device)
 
 
-def own_rows(
-    name: str, number: int, table: ServedTable, endpoint: RpcEndpoint, device: torch.device
-) -> torch.Tensor | None:
-    """What this rank is to hold of ``table``, on ``device``; None: nothing. Rank 0 must still have what it has made.
+def own_rows(name: str, table: ServedTable, group: Group) -> torch.Tensor | None:
+    """What this rank is to hold of ``table``, on the device; None: nothing. Collective.
 
-    A server reads its rows from rank 0, block by block, and lets go of its own table before; not so where each rank
+    Rank 0, a worker, sends each server its rows, and a server lets go of its own table before; not so where each rank
     has made its own rows alone.
 
     Raises:
@@ -75,16 +70,18 @@ def own_rows(
     weight = table.module.weight
     if isinstance(weight, TablePart):
         part = weight.initialised(name)
-        return part.to(device) if table.is_here else None
+        return part.to(group.device) if table.is_here else None
     table.keep(None)
+    what = "the first values of a model"
+    if group.leads:
+        for server, rows in table.rows_of.items():
+            group.send(weight.detach()[rows.start : rows.stop].cpu().contiguous(), server, what)
     if not table.is_here:
         return None
-    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype, device=device)
-    step = max(1, _BLOCK_BYTES // max(1, table.shape[1] * own.element_size()))
-    for block in torch.arange(table.rows.start, table.rows.stop).split(step):
-        answer = endpoint.read(0, LookupRequest(number, block, endpoint.rank, None))
-        own[block - table.rows.start] = endpoint.wait(0, answer, "the first values of a model").to(device)
-    return own
+    del weight
+    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype)
+    group.receive(own, 0, what)
+    return own.to(group.device)
 
 
 def _check(model: nn.Module, name: str, table: EmbeddingTable) -> None:

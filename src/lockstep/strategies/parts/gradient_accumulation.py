@@ -79,23 +79,24 @@ class TreeGradientAccumulator:
     def __init__(self, target: ParameterSet, micro_batches: int) -> None:
         self._parameters: Final = target.parameters
         self._sparse: Final = target.sparse
-        self._tree: Final = TreeAccumulator[Tensors](micro_batches, add_into_left)
+        #: the sums of the parameters' gradients, for each node
+        self.tree: Final = TreeAccumulator[Tensors](micro_batches, add_into_left)
         self._micro_batches: Final = micro_batches
         self._places: Final = target.places
-        self._used: Final[set[int]] = set()  # places of the parameters that had a part in some loss
+        self.used: Final[set[int]] = set()  #: places of the parameters that had a part in some loss
 
     def accumulate(self, position: MicroBatchPosition) -> None:
         """Fold in the gradients of ``position`` and leave ``.grad`` empty."""
-        self._tree.push((position.index, position.index + 1), pop_gradients(self._parameters, self._used, self._sparse))
+        self.tree.push((position.index, position.index + 1), pop_gradients(self._parameters, self.used, self._sparse))
 
     def write_gradients(self) -> None:
         """Put the sum over the whole step into ``.grad``; for a rank that computed all of it.
 
         A parameter that had no part in any loss keeps none, so optimizers leave it alone, as on a single device.
         """
-        (total,) = self._tree.sums
+        (total,) = self.tree.sums
         for place, (parameter, gradient) in enumerate(zip(self._parameters, total, strict=True)):
-            if place not in self._used:
+            if place not in self.used:
                 parameter.grad = None
             else:
                 parameter.grad = sparse_again(gradient, parameter) if parameter in self._sparse else gradient
@@ -103,7 +104,7 @@ class TreeGradientAccumulator:
     def fill_missing(self, parameters: Iterable[nn.Parameter]) -> None:
         """Before the last backward pass: give zeros to parameters that had a part in an earlier micro-batch only."""
         for parameter in parameters:
-            if parameter.grad is None and self._places.get(id(parameter)) in self._used:
+            if parameter.grad is None and self._places.get(id(parameter)) in self.used:
                 parameter.grad = negative_zeros_like(parameter)
 
     def partials(
@@ -124,12 +125,12 @@ class TreeGradientAccumulator:
         unused = [g for p, g in zip(parameters, gradients, strict=True) if p.grad is None]
         if unused:
             foreach_copy_(unused, [negative_zeros_like(g) for g in unused])
-        if not self._tree.nodes:
+        if not self.tree.nodes:
             return [flat]
         places = [self._places[id(p)] for p in parameters]
         tree = TreeAccumulator[Tensors](self._micro_batches, _add_into_right)
-        tree.nodes = list(self._tree.nodes)
-        tree.sums = [[as_real(sums[i]) for i in places] for sums in self._tree.sums]
+        tree.nodes = list(self.tree.nodes)
+        tree.sums = [[as_real(sums[i]) for i in places] for sums in self.tree.sums]
         tree.push((position.index, position.index + 1), gradients)
         return [*(_laid_out(sums, gradients, flat) for sums in tree.sums[:-1]), flat]
 
@@ -140,8 +141,8 @@ class TreeGradientAccumulator:
             One dense tensor of one dimension for each of the rank's nodes; what `sparse_again` takes, as rows.
         """
         tree = TreeAccumulator[torch.Tensor](self._micro_batches, lambda left, right: left.add_(right))
-        tree.nodes = list(self._tree.nodes)
-        tree.sums = [sums[self._places[id(parameter)]] for sums in self._tree.sums]
+        tree.nodes = list(self.tree.nodes)
+        tree.sums = [sums[self._places[id(parameter)]] for sums in self.tree.sums]
         if not position.is_padding:
             tree.push((position.index, position.index + 1), rows_of(parameter))
         return [sums.view(-1) for sums in tree.sums]
