@@ -240,7 +240,7 @@ class _Slot:
         return memoryview(memory)[_STEP.size : self._used]
 
     def close(self) -> None:
-        """The file stays as it is, and so do tensors that lie in its memory: the last of them lets go of the mapping."""
+        """The file stays as it is, and so do tensors in its memory: the last of them lets go of the mapping."""
         # `mmap.close` would unmap under tensors that are still held: `torch.frombuffer` does not prevent that.
         self._places, self._shapes, self._pages, self._memory = [], [], None, None
 
