@@ -7,16 +7,16 @@ computation                | batch 1           | batch 2           |
 
 from __future__ import annotations
 
-import copy
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lockstep.data import Data, MicroBatch
+from lockstep.nested import leaves, map_leaves
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -104,43 +104,31 @@ def to_device(data: Data, device: torch.device) -> Data:
     """``data`` with its tensors on ``device``; from page-locked memory without waiting."""
     if device.type == "cpu":
         return data
-    if isinstance(data, torch.Tensor):
-        return data.to(device, non_blocking=True)
-    if isinstance(data, UserDict):  # such as a tokenizer's, whose own `to` would wait for each copy
-        moved = copy.copy(data)
-        moved.data = {key: to_device(value, device) for key, value in data.items()}
-        return moved
-    if hasattr(data, "to"):
-        return data.to(device)
-    if isinstance(data, Mapping):
-        return {key: to_device(value, device) for key, value in data.items()}
-    if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(to_device(value, device) for value in data))
-    if isinstance(data, list | tuple):
-        return type(data)(to_device(value, device) for value in data)
-    return data
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") else leaf
+
+    # A tokenizer's own `to` would wait for each copy.
+    return map_leaves(moved, data, lambda part: hasattr(part, "to") and not isinstance(part, UserDict))
 
 
 def pinned(data: Data) -> Data:
     """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
-    if isinstance(data, torch.Tensor):
-        return data if data.is_cuda else data.pin_memory()
-    if isinstance(data, dict):
-        return {name: pinned(part) for name, part in data.items()}
-    if isinstance(data, UserDict):  # such as a tokenizer's
-        held = copy.copy(data)
-        held.data = {name: pinned(part) for name, part in data.items()}
-        return held
-    if isinstance(data, list | tuple):
-        return getattr(type(data), "_make", type(data))([pinned(part) for part in data])
-    return data.pin_memory() if callable(getattr(data, "pin_memory", None)) else data
+
+    def one_pinned(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+            return leaf
+        return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
+
+    return map_leaves(
+        one_pinned, data, lambda part: isinstance(part, Mapping) and not isinstance(part, dict | UserDict)
+    )
 
 
 def _tensors_of(data: Data) -> list[torch.Tensor] | None:
     """The tensors in ``data``; None where it has parts that move themselves."""
-    if isinstance(data, torch.Tensor):
-        return [data]
-    if isinstance(data, Mapping | list | tuple):
-        parts = [_tensors_of(part) for part in (data.values() if isinstance(data, Mapping) else data)]
-        return None if None in parts else [tensor for part in parts if part is not None for tensor in part]
-    return None if hasattr(data, "to") else []
+    parts = [leaf for _, leaf in leaves(data)]
+    tensors = [leaf for leaf in parts if isinstance(leaf, torch.Tensor)]
+    return None if any(hasattr(leaf, "to") and not isinstance(leaf, torch.Tensor) for leaf in parts) else tensors

@@ -22,6 +22,7 @@ from lockstep.checkpoint import SavedTree
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError, UsageError
 from lockstep.formatting import format_ranks
+from lockstep.nested import leaves
 
 _KEEP_WHOLE: Final = "Keep what is whole on each rank: an average of the weights needs ddp or zero"
 _NOTHING: Final[Mapping[str, object]] = {}
@@ -221,16 +222,9 @@ def _tables(words: Sequence[torch.Tensor], rows: Sequence[int], padding: torch.T
         yield torch.cat(parts).view(-1, _ROW)
 
 
-def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole tensors within mappings and sequences, each with the way to it, such as ``models.0.weight``."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from tensors_in(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from tensors_in(inner, f"{path}.{number}" if path else str(number))
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def schedulers_in(kept: Mapping[str, Any]) -> dict[str, Any]:

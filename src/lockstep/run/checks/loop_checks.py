@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.collectives import local_part
 from lockstep.errors import UsageError
+from lockstep.nested import map_leaves
 from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import Stateful, exposed
@@ -228,14 +229,8 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 def _mark(value: Stateful) -> Any:
     """Something that differs if ``value`` has been changed, however it was done; waits for the GPU."""
     state = value.state_dict()
-    return _without_tensors(state), checksums([tensor for _, tensor in tensors_in(state)])
+    return map_leaves(_without_values, state), checksums([tensor for _, tensor in tensors_in(state)])
 
 
-def _without_tensors(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape)
-    if isinstance(value, Mapping):
-        return {key: _without_tensors(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_tensors(inner) for inner in value]
-    return repr(value)
+def _without_values(leaf: object) -> object:
+    return (str(leaf.dtype), tuple(leaf.shape)) if isinstance(leaf, torch.Tensor) else repr(leaf)

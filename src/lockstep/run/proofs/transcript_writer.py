@@ -18,7 +18,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError
 from lockstep.launch_contract import EXIT_OK
+from lockstep.nested import leaves
 from lockstep.run.checks.divergence import checksum, plain_in, tensors_in
 from lockstep.run.proofs.replay import Play
 from lockstep.run.proofs.resume_proof import bit_sums
@@ -148,8 +149,8 @@ class TranscriptWriter:
         tree = self._snapshot.objects()
         held: dict[str, tuple[torch.Tensor, int]] = {
             name: (shard.tensor, shard.start[0] if shard.start else 0)
-            for name, shard in _shards_in(tree)
-            if shard.tensor is not None
+            for name, shard in leaves(tree)
+            if isinstance(shard, TensorShard) and shard.tensor is not None
         }
         plain: dict[str, tuple[str, str]] = {}
         if leads:
@@ -229,17 +230,6 @@ def _as_text(notes: Mapping[str, tuple[object, object]]) -> dict[str, tuple[str,
         name: (str(mark), str(value)[:_SHOWN] if isinstance(value, bool | int | float) else "")
         for name, (mark, value) in notes.items()
     }
-
-
-def _shards_in(value: Any, path: str = "") -> Iterator[tuple[str, TensorShard]]:
-    if isinstance(value, TensorShard):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _shards_in(inner, f"{path}.{key}" if path else str(key))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from _shards_in(inner, f"{path}.{number}" if path else str(number))
 
 
 def _named(name: str, names: Mapping[str, str]) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.errors import UsageError
+from lockstep.nested import leaves, map_leaves
 from lockstep.run.source.reachable import mark_of
 from lockstep.run.state.user_values import restored
 from lockstep.strategies import LossStrategy, ReplicatedLayout, ServerStrategy, Strategy
@@ -105,7 +106,8 @@ class Attributes:
             if name in held and name not in state and name not in self._of_bodies and type(held[name]) in _PLAIN:
                 held[name] = value
         for name, value in state.items():
-            held[name] = restored(held.get(name), _moved(value, device))
+            moved = map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
+            held[name] = restored(held.get(name), moved)
 
     def _values(self) -> Iterator[tuple[str, Any]]:
         return ((name, value) for name, value in vars(self._owner).items() if name not in self._other)
@@ -196,7 +198,7 @@ def _why_not_saved(value: object, *, whole: bool, served: bool) -> str:
         return f"is a {type(value).__name__} that cannot be saved"
     if served:
         return "under this strategy not on the rank that saves it"
-    if not whole and any(True for _ in _tensors_in(value)):
+    if not whole and any(isinstance(leaf, torch.Tensor) for _, leaf in leaves(value)):
         return "holds tensors, of which each rank has others under this strategy"
     return ""
 
@@ -224,22 +226,6 @@ def _mark(value: object, depth: int) -> object:
     if isinstance(value, torch.Tensor) and value.requires_grad:
         return None  # a parameter, or of a graph
     return mark_of(value)
-
-
-def _tensors_in(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in _HOLDERS:
-        for part in value.values() if isinstance(value, dict) else value:  # type: ignore[attr-defined]
-            yield from _tensors_in(part)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(part, device) for key, part in value.items()}
-    return type(value)(_moved(part, device) for part in value) if type(value) in (list, tuple) else value
 
 
 @cache

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from lockstep.errors import UsageError
+from lockstep.nested import map_leaves
 
 _LEAVES = (type(None), bool, int, float, str, bytes, torch.Tensor, np.number, np.bool_)
 _DICTS = (dict, OrderedDict, Counter)
@@ -56,7 +57,7 @@ class PlainValue:
     def state_dict(self) -> Any:
         """The value; lists and dicts are copies."""
         _check(self.value, self._name)  # what a list holds now is not what it held when it was given
-        return _copied(self.value)
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, self.value)
 
     def load_state_dict(self, state: Any, /) -> None:
         """The value is ``state``: lists, dicts and tensors become that in place.
@@ -141,14 +142,6 @@ def _check(value: object, path: str) -> None:
             "text, tensor, list, tuple or dict of these; give the object both, or keep one that has (an array as "
             "torch.from_numpy(array))"
         )
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)({key: _copied(inner) for key, inner in value.items()})
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(inner) for inner in value)
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def restored(here: Any, saved: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -15,6 +15,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TreeAccumulator
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
+from lockstep.nested import leaves
 from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.gradient_accumulation import (
     LossCall,
@@ -328,10 +329,5 @@ def _leaves_behind(tensors: Sequence[torch.Tensor]) -> set[int]:
 
 def shapes_in(value: object) -> tuple[Any, ...]:
     """Shapes and types of the tensors in ``value``, also within lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), value.dtype)
-    if isinstance(value, Mapping):
-        return tuple((key, shapes_in(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return tuple(shapes_in(each) for each in value)
-    return ()
+    found = ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
+    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in found)

@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import data_parallel
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.nested import leaves, like_row, map_leaves
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import Strategy, StrategyContext
 from lockstep.strategy_kinds import DpOptions
@@ -124,18 +125,16 @@ class CpuDataParallel:
 
 def _divided(value: Any, into: int) -> list[Any]:
     """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        return list(value.chunk(into))
-    if isinstance(value, Mapping):
-        return [dict(zip(value, row, strict=True)) for row in _rows(list(value.values()), into)]
-    if isinstance(value, list | tuple):
-        return [_like(value, row) for row in _rows(value, into)]
-    return [value] * into
+
+    def of_thread(number: int) -> Any:
+        return map_leaves(lambda leaf: leaf.chunk(into)[number] if _has_rows(leaf) else leaf, value)
+
+    count = min((len(leaf.chunk(into)) for _, leaf in leaves(value) if _has_rows(leaf)), default=into)
+    return [of_thread(number) for number in range(count)]
 
 
-def _rows(values: Sequence[Any], into: int) -> list[tuple[Any, ...]]:
-    """As many as the tensor with the fewest has; ``into``, where there is none."""
-    return list(zip(*(_divided(v, into) for v in values), strict=False)) if values else [()] * into
+def _has_rows(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -145,13 +144,8 @@ def _joined(parts: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: _joined([part[key] for part in parts]) for key in first}
     if isinstance(first, list | tuple):
-        return _like(first, [_joined(each) for each in zip(*parts, strict=True)])
+        return like_row(first, [_joined(each) for each in zip(*parts, strict=True)])
     raise UsageError(
         f"strategy dp: the model returns a {type(first).__name__}, and outputs of several devices can be joined only "
         "if they are tensors, or lists, tuples and dicts of tensors: return these"
     )
-
-
-def _like(value: Any, items: Sequence[Any]) -> Any:
-    """``items`` in a list or tuple of the type of ``value``."""
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
