@@ -418,6 +418,20 @@ def test_what_cannot_be_served_is_refused(word, make, kind, says):
         run_ranks(refused, 2, word, make)
 
 
+def tables_alone(word):
+    with Run(seed=3, strategy=word) as run:
+        model = run.model(nn.EmbeddingBag(9, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        for (x,) in run.train(run.loader((torch.arange(32).view(16, 2) % 9,), global_batch=8, micro_batch=1)):
+            run.step(model(x).square().mean())
+        whole = run.state_dict(model)
+        return whole and state_hash(whole)
+
+
+def test_a_model_may_be_tables_alone():
+    assert on_world(3, [(tables_alone, "hybrid:servers=2")])[0][0] == tables_alone("none")
+
+
 def without_tables():
     with contextlib.redirect_stderr(io.StringIO()) as heard, Run(strategy="hybrid") as run:
         model = run.model(nn.Linear(3, 1))

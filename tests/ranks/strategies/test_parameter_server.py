@@ -168,6 +168,21 @@ def told(word, optimizer, case):
     return learn(word, optimizer, **case)
 
 
+def few_parameters(word):
+    with Run(seed=3, strategy=word) as run:
+        model = run.model(nn.Linear(3, 1, bias=False))
+        run.optimizer(torch.optim.SGD(model.parameters(), 0.1))
+        batches = run.loader((torch.ones(16, 3),), global_batch=8, micro_batch=1)
+        for _ in run.epochs(1):
+            for (x,) in run.train(batches):
+                run.step(model(x).square().mean())
+        return state_hash(model)
+
+
+def test_a_server_may_own_nothing():
+    assert on_world(4, [(few_parameters, "parameter-server:servers=2")])[0] == [few_parameters("none")] * 4
+
+
 def fast(word):
     return learn(word, reduction="fast")[1]
 

@@ -45,7 +45,7 @@ class RowGradient:
 
     def within(self, rows: range) -> RowGradient:
         """The part of it that belongs to these ``rows`` of the table."""
-        first, end = torch.searchsorted(self.rows, torch.tensor([rows.start, rows.stop])).tolist()
+        first, end = torch.searchsorted(self.rows, self.rows.new_tensor([rows.start, rows.stop])).tolist()
         return RowGradient(self.rows[first:end], self.values[first:end])
 
     def of_table(self, rows: range, dtype: torch.dtype, device: torch.device, *, sparse: bool) -> torch.Tensor:
@@ -184,7 +184,7 @@ class Lookup:
         """What the backward pass has left, without the row of the ``padding``; None, if it had no part in the loss."""
         if self.values.grad is None:
             return None
-        kept = self.rows != (-1 if padding is None else padding)
+        kept = slice(None) if padding is None else self.rows != padding
         return RowGradient(self.rows[kept], self.values.grad[kept])
 
 

@@ -137,22 +137,20 @@ class Hybrid(SyncServers):
         restore_unserved(model, modules, self._group)
         place_rest(model, self._group.device)
         tables = {name: _served(module, self._division, self._group.rank) for name, module in modules.items()}
-        numbers = {name: number for number, name in enumerate(tables, len(self._tables))}
-        self._tables.extend(tables.values())
         verify_module_states(self._group, model)
         elsewhere = {id(module.weight) for module in modules.values()}
         rest = dict.fromkeys((*model.parameters(), *model.buffers()))
         broadcast_from_rank0(self._group, [tensor for tensor in rest if id(tensor) not in elsewhere])
         for name, table in tables.items():
             table.keep(own_rows(name, table, self._group))
+            self._tables.append(table)
             self._say(f"{name} {table.shape} is served by {_words(table.rows_of)}")
         self._group.barrier("the rows of tables")
-        for name, table in tables.items():
-            if not self._serves:
-                table.module.forward = functools.partial(self._look_up, numbers[name])  # type: ignore[method-assign]
+        for number, (name, table) in enumerate(tables.items(), len(self._tables) - len(tables)):
             if not table.whole_here:
                 mark_absent(table.module, ["weight"], "hybrid", shape=table.shape)
             if not self._serves:
+                table.module.forward = functools.partial(self._look_up, number)  # type: ignore[method-assign]
                 refuse_changes(table.module.weight, f"{name}.weight", lambda: self._in_loop)
             self._table_of[table.module.weight] = table
         # Servers hold their rows of a table; all else all workers do.
@@ -302,7 +300,7 @@ class Hybrid(SyncServers):
         def fetch(rows: torch.Tensor) -> torch.Tensor:
             parts = table.parts(rows)
             found = self._look_ups.ask({server: (number, part) for server, part in parts}, _LOOK_UP)
-            values = torch.cat([torch.empty(0, table.shape[1], dtype=table.dtype), *found])
+            values = torch.cat([torch.empty(0, table.shape[1], dtype=table.dtype, device="cpu"), *found])
             if self._looked_up is not None and table.trained and torch.is_grad_enabled():
                 self._looked_up.append(Lookup(number, rows, values.requires_grad_()))
             return values.to(self._group.device)

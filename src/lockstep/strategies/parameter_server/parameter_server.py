@@ -114,10 +114,9 @@ class SyncParameterServer(SyncServers):
 
     def _set_gradients(self, target: ParameterSet, of: int, pushes: Sequence[Push]) -> None:
         self._target = target
-        buckets = self._parameters.buckets_of(self._group.rank, target)
-        total = sum_of(pushes, of, add_into_left, exact=self._exact) if buckets else []
+        total = sum_of(pushes, of, add_into_left, exact=self._exact)
         used = set().union(*(push.used for push in pushes))
-        for bucket, flat in zip(buckets, total, strict=True):
+        for bucket, flat in zip(self._parameters.buckets_of(self._group.rank, target), total, strict=True):
             set_gradients(bucket, flat, used)
 
     def _values(self) -> object:

@@ -79,7 +79,7 @@ def own_rows(name: str, table: ServedTable, group: Group) -> torch.Tensor | None
     if not table.is_here:
         return None
     del weight
-    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype)
+    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype, device="cpu")
     group.receive(own, 0, what)
     return own.to(group.device)
 

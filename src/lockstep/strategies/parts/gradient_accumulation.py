@@ -266,8 +266,9 @@ def _laid_out(sums: Tensors, views: Tensors, flat: torch.Tensor) -> torch.Tensor
 
 
 def add_into_left(left: Tensors, right: Tensors) -> Tensors:
-    """``left``, to each of which its counterpart was added."""
-    foreach_add_(left, right)
+    """``left``, to each of which its counterpart was added; there may be none."""
+    if left:
+        foreach_add_(left, right)
     return left
 
 
