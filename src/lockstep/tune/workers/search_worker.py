@@ -9,15 +9,15 @@ claims say which trials it had begun.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Final
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
 from lockstep.tune.record.journal import JournalReader, JournalWriter
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
@@ -35,23 +35,13 @@ from lockstep.tune.workers.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class TrialOrder:
+class TrialOrder(JsonRecord):
     """A trial to evaluate now."""
 
     number: int
     attempt: int
     point: Point
     inherits: int | None
-
-    def to_json(self) -> str:
-        """As a string, for the other ranks of the worker."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` gave."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "point": tuple(fields["point"])})
 
 
 class SearchWorker:
