@@ -25,9 +25,9 @@ from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.worker_death import Death
-from lockstep.tune.results.pareto_front import pareto_front
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Space
+from lockstep.tune.search.pareto import front_of
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import make_stopping
 from lockstep.tune.workers.breeding import Breeding
@@ -306,7 +306,7 @@ class SearchWorker:
         left = ended[keep : keep + 2]  # those that were among the best until now
         if self._settings.objectives > 1 and keep:
             feasible = [trial for trial in ended if not trial.violation]
-            needed |= {feasible[index].number for index in pareto_front([trial.losses for trial in feasible])}
+            needed |= {feasible[index].number for index in front_of([trial.losses for trial in feasible])}
             left = ended[keep:]  # any of them may have been on the front
         for trial in (*left, *(one for one in trials if one.number == number)):
             if trial.number not in needed:
