@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from lockstep.memory_use import UNKNOWN, MemoryUse
-from lockstep.records import from_known, object_from
+from lockstep.records import JsonRecord, from_known, object_from
 
 #: What a rank may be doing. ``script`` is all that `Run` does not know about; in a script without `Run`, everything. In
 #: ``input`` it waits for its user, in a debugger or for a line.
@@ -46,7 +46,7 @@ class SourceLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(JsonRecord):
     """What a rank sends to its launcher twice a second: that it is alive, and where it is."""
 
     rank: int
@@ -61,10 +61,6 @@ class Heartbeat:
     cpu_s: float  #: CPU time of the main thread
     at: float  #: on the clock of its host, seconds since 1970
     memory: MemoryUse = UNKNOWN
-
-    def to_text(self) -> str:
-        """One line, which `from_text` reads; at most a few hundred characters."""
-        return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str | bytes) -> Self:

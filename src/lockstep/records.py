@@ -20,8 +20,8 @@ import stat
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from dataclasses import Field, asdict, fields, is_dataclass
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -135,6 +135,26 @@ def from_known(cls: type[T], values: object, **converted: object) -> T:
         return cls(**given, **{name: value for name, value in converted.items() if name in kinds})
     except TypeError as error:
         raise ValueError(f"no {cls.__name__}: {error}") from error
+
+
+class JsonRecord:
+    """A frozen dataclass of what `from_known` reads, which goes to another process as one line of JSON."""
+
+    __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def to_text(self) -> str:
+        """One line, which `from_text` reads, perhaps in another version."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str | bytes) -> Self:
+        """What `to_text` gave.
+
+        Raises:
+            ValueError: if ``text`` is something else.
+        """
+        return from_known(cls, object_from(text))
 
 
 def of_kind(kind: Any, value: Any, name: str = "a value") -> Any:

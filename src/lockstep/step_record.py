@@ -5,16 +5,16 @@ Both are values with a JSON form, which is in no way a public format: the two ro
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
+from lockstep.records import JsonRecord
 from lockstep.small_files import replace_text
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureRequest:
+class MeasureRequest(JsonRecord):
     """What each rank of a run measures before it ends, with exit code 0 and without a checkpoint."""
 
     directory: str  #: where each rank writes its record
@@ -26,16 +26,6 @@ class MeasureRequest:
     budget_s: float = 0.0  #: as few of the steps as fit in so many seconds, by the first ones; 0: all of them
     sum_bytes: tuple[int, ...] = ()  #: sizes of sums over all ranks to be timed after the steps
     sum_budget_s: float = 60.0  #: how long that may take
-
-    def to_text(self) -> str:
-        """One line, which `from_text` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """The request that `to_text` has written."""
-        values = json.loads(text)
-        return cls(**{**values, "sum_bytes": tuple(values["sum_bytes"])})
 
     def record(self, rank: int) -> Path:
         """Where a rank writes its record."""
@@ -94,7 +84,7 @@ class HostWait:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRecord:
+class RankRecord(JsonRecord):
     """What one rank has seen."""
 
     rank: int
@@ -131,7 +121,7 @@ class RankRecord:
 
     def write(self, path: Path) -> None:
         """Write the record to ``path``, completely or not at all."""
-        replace_text(path, json.dumps(asdict(self)))
+        replace_text(path, self.to_text())
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -140,11 +130,4 @@ class RankRecord:
         Raises:
             OSError: if there is none.
         """
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        listed = ("data_s", "forward_s", "backward_s")
-        values["steps"] = tuple(StepTimes(**{**s, **{n: tuple(s[n]) for n in listed}}) for s in values["steps"])
-        values["gradients"] = tuple(GradientTime(**gradient) for gradient in values["gradients"])
-        values["sums"] = tuple((size, seconds) for size, seconds in values["sums"])
-        values["waits"] = tuple(HostWait(**wait) for wait in values["waits"])
-        values["unused"] = tuple(values["unused"])
-        return cls(**values)
+        return cls.from_text(path.read_bytes())

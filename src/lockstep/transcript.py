@@ -12,11 +12,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from lockstep.records import value_in
+from lockstep.records import JsonRecord, value_in
 
 STATE: Final = "state"  #: what a checkpoint would hold after so many steps; sums, whose parts lie on all ranks
 SAID: Final = "said"  #: what was measured and logged after so many steps, as the leader has it
@@ -33,7 +33,7 @@ Notes = Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class TranscriptRequest:
+class TranscriptRequest(JsonRecord):
     """What each rank of a run writes down before it ends, with exit code 0."""
 
     directory: str  #: where each rank writes
@@ -45,15 +45,6 @@ class TranscriptRequest:
     kill_after: int | None = None  #: rank 0 kills itself once so many steps are saved, and one more is done
     evaluates: bool = True  #: whether evaluations get any data
     detail: int | None = None  #: of which step outputs of modules are written down, and variables of the script
-
-    def to_text(self) -> str:
-        """One line, which `from_text` reads."""
-        return json.dumps({name: value for name, value in asdict(self).items() if value != math.inf})
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """The request that `to_text` has written."""
-        return cls(**json.loads(text))
 
     def file(self, rank: int) -> Path:
         """Where a rank writes."""

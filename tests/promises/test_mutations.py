@@ -552,10 +552,10 @@ PARSED = {
     "hang report": places,
     "lease": a_lease,
     "plan": rendezvous(
-        Plan(3, members=(Member("c", "n1", 2, "10.0.0.1", ("10.0.0.1",)),), lost=("b",)).to_json(), Plan.from_json
+        Plan(3, members=(Member("c", "n1", 2, "10.0.0.1", ("10.0.0.1",)),), lost=("b",)).to_text(), Plan.from_text
     ),
     "contract": rendezvous(
-        JobContract("c", "n1", {"lockstep": "1"}, "/r", "new", 0).to_json(), JobContract.from_json, version_in
+        JobContract("c", "n1", {"lockstep": "1"}, "/r", "new", 0).to_text(), JobContract.from_text, version_in
     ),
     "node record": rendezvous(RECORD, beat_in, lambda text: UNKNOWN.update(object_from(text), 1.0).view()),
     "notice": rendezvous(notice_to_json(Message("text")), notice_from_json),

@@ -20,11 +20,10 @@ from lockstep.report.views import (
     SilentView,
     View,
     ViewOf,
-    ViewOnStream,
     choose_view,
     ignoring_write_errors,
     line_interval_s,
-    view_word,
+    view_on,
 )
 
 __all__ = [
@@ -41,7 +40,6 @@ __all__ = [
     "TrackerThread",
     "View",
     "ViewOf",
-    "ViewOnStream",
     "choose_view",
     "epoch_number",
     "ignoring_write_errors",
@@ -53,6 +51,6 @@ __all__ = [
     "refuse_unknown_trackers",
     "save_svg",
     "top",
-    "view_word",
+    "view_on",
     "write_table",
 ]

@@ -9,10 +9,10 @@ Where the terminal is too narrow, the end of the second line is left out.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TextIO, TypeVar
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -20,11 +20,12 @@ from rich.text import Text
 
 from lockstep.report.status import Status
 
+Shown = TypeVar("Shown", contravariant=True)
 _ORDER = ("ranks", "speed", "loss", "eta", "job", "saved", "late", "unprotected", "generation")
 
 
-class LiveView:
-    """Two lines at the bottom of a terminal; whatever else is printed goes above them.
+class TerminalView(Generic[Shown]):
+    """Some lines at the bottom of a terminal; whatever else is printed goes above them.
 
     Drawn by the caller's thread, when it calls, at about a millisecond each. While the view is open, what the
     process prints to a standard stream that is a terminal also goes above it.
@@ -32,10 +33,11 @@ class LiveView:
     Args:
         stream: the terminal.
         env: the environment: what the terminal can do, and the user's choice of colours.
+        picture: what is drawn of what is shown.
     """
 
-    def __init__(self, stream: TextIO, env: Mapping[str, str]) -> None:
-        self._below: list[str] = []
+    def __init__(self, stream: TextIO, env: Mapping[str, str], picture: Callable[[Shown], RenderableType]) -> None:
+        self._picture = picture
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
         self._live = Live(
             console=self._console,
@@ -44,28 +46,25 @@ class LiveView:
             redirect_stderr=sys.stderr.isatty(),
         )
 
-    def show(self, status: Status) -> None:
+    def show(self, status: Shown) -> None:
         """Draw it."""
         if not self._live.is_started:
             self._live.start()
             # Live hides the cursor, and a process that is killed could not give it back.
             self._console.show_cursor(True)
-        self._live.update(Group(_picture(status), *map(Text, self._below)), refresh=True)
-
-    def below(self, lines: Sequence[str]) -> None:
-        """With the next status, show these lines under it."""
-        self._below = [f" {line}" for line in ("", *lines)] if lines else []
+        self._live.update(self._picture(status), refresh=True)
 
     def line(self, text: str) -> None:
-        """Print above the two lines; colours in ``text`` stay."""
+        """Print above the picture; colours in ``text`` stay."""
         self._console.print(Text.from_ansi(text.rstrip("\r\n")), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the two lines where they are."""
+        """Leave the picture where it is."""
         self._live.stop()
 
 
-def _picture(status: Status) -> Group:
+def picture(status: Status, below: Sequence[str] = ()) -> Group:
+    """The status in two lines, and those ``below`` under it."""
     words = status.words()
     first = Table.grid(expand=True, padding=(0, 2))
     first.add_column(no_wrap=True, min_width=len("evaluating"))  # the bar stands still when the state changes
@@ -74,4 +73,5 @@ def _picture(status: Status) -> Group:
     bar = ProgressBar(total=status.steps_total, completed=status.step, pulse=status.steps_total is None)
     first.add_row(Text(words["state"], style="bold"), words["epoch"], bar, words["step"])
     second = " | ".join(words[name] for name in _ORDER if name in words)
-    return Group(first, Text(second, style="dim", no_wrap=True, overflow="ellipsis"))
+    lines = [Text(f" {line}") for line in ("", *below)] if below else []
+    return Group(first, Text(second, style="dim", no_wrap=True, overflow="ellipsis"), *lines)

@@ -20,7 +20,7 @@ from lockstep.errors import SettingError
 from lockstep.formatting import count, duration, harmless, plural, size
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
-from lockstep.report.views import LinesView, can_draw
+from lockstep.report.views import LinesView, View, can_draw
 
 _LOOK_EVERY_S = 0.5
 _SHOWN = 32  # ranks
@@ -66,11 +66,12 @@ def top(
         for line in table(ranks):
             lines.line(line)
         return
+    below: list[str] = []
     if can_draw(stream, env):
         # Late, since rich takes a tenth of a second.
-        from lockstep.report.terminal_view import LiveView
+        from lockstep.report.terminal_view import TerminalView, picture
 
-        view: LiveView | LinesView = LiveView(stream, env)
+        view: View = TerminalView(stream, env, lambda status: picture(status, below))
     else:
         view = LinesView(stream, now=now)
     try:
@@ -78,8 +79,7 @@ def top(
         while not over:
             over = ended(run_dir)  # before the last look, which then sees all
             status, ranks = _look(run_dir)
-            if not isinstance(view, LinesView):
-                view.below([] if over else table(ranks))
+            below[:] = [] if over else table(ranks)
             if status is not None:
                 view.show(status)
             if not over:

@@ -7,10 +7,13 @@ import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Generic, Literal, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Protocol, TextIO, TypeVar
 
 from lockstep.errors import SettingError
 from lockstep.report.status import Status
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 #: The environment variable that says which view to take: ``live``, ``lines``, ``silent`` or, as without it, ``auto``.
 VIEW_VARIABLE = "LOCKSTEP_VIEW"
@@ -47,13 +50,35 @@ def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], flo
     Raises:
         SettingError: if ``LOCKSTEP_VIEW`` names no view.
     """
+    return view_on(stream, env, LinesView(stream, now=now), _picture)
+
+
+def view_on(
+    stream: TextIO,
+    env: Mapping[str, str],
+    lines: ViewOf[Shown],
+    picture: Callable[[], Callable[[Shown], RenderableType]],
+) -> ViewOf[Shown]:
+    """The view that fits ``stream``: the picture on a terminal, else ``lines``, or none, as `choose_view` has it.
+
+    ``picture`` is asked for what draws only where that is needed.
+
+    Raises:
+        SettingError: if ``LOCKSTEP_VIEW`` names no view.
+    """
     wanted = view_word(stream, env)
     if wanted == "live":
         # Late, since rich takes a tenth of a second and most ranks never draw.
-        from lockstep.report.terminal_view import LiveView
+        from lockstep.report.terminal_view import TerminalView
 
-        return ViewOnStream(LiveView(stream, env), stream)
-    return ViewOnStream(LinesView(stream, now=now), stream) if wanted == "lines" else SilentView()
+        return ViewOnStream(TerminalView(stream, env, picture()), stream)
+    return ViewOnStream(lines, stream) if wanted == "lines" else SilentView()
+
+
+def _picture() -> Callable[[Status], RenderableType]:
+    from lockstep.report.terminal_view import picture
+
+    return picture
 
 
 def view_word(stream: TextIO, env: Mapping[str, str]) -> Literal["live", "lines", "silent"]:

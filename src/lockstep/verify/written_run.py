@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from lockstep.errors import SettingError
 from lockstep.formatting import duration
 from lockstep.launch import Failure, Module, QuietEnd, QuietRun, Script
 from lockstep.launch_contract import EXIT_OK, TRANSCRIPT
+from lockstep.records import JsonRecord
 from lockstep.transcript import Transcript, TranscriptRequest
 from lockstep.verify.surroundings import DIRECTORY, reads_in
 from lockstep.verify.way import HASHES, Way
@@ -26,22 +26,13 @@ _PROCESS: Final = "lockstep.verify.script_process"
 
 
 @dataclass(frozen=True, slots=True)
-class SurroundingsRequest:
+class SurroundingsRequest(JsonRecord):
     """What the process of a script does beside running it."""
 
     file: str  #: where it notes what lines of the script read
     shifted: tuple[str, ...] = ()
     is_module: bool = False
     is_plain: bool = False  #: whether the script does without `Run`, and torch's calls are written down
-
-    def to_text(self) -> str:
-        """One line, which `from_text` reads."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        """The request that `to_text` has written."""
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)

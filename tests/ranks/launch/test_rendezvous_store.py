@@ -194,7 +194,7 @@ def test_a_new_agent_may_become_the_coordinator_and_the_others_follow_it_as_the_
         job, signed = contract("new", 9, tmp_path), SIGNED.of_launch("new")
         new = create_store(endpoint, job, NodeReport("new", "n1", 2), signed, suspect_after_s=0.5)
         with pytest.raises(OSError, match="another launch"):  # perhaps an earlier one's, written again
-            _contract_in(signed.sign("contract", job.to_json()).encode(), contract(run_dir=tmp_path), SIGNED)
+            _contract_in(signed.sign("contract", job.to_text()).encode(), contract(run_dir=tmp_path), SIGNED)
         (tmp_path / COORDINATOR_FILE).write_text("new")
         # A store that was restarted would have closed the connections.
         other._start_thread()
@@ -250,14 +250,14 @@ def test_what_a_stranger_writes_to_the_store_counts_for_nothing(store, value):
 
 
 def test_values_of_another_version_lose_what_is_not_known_here():
-    text = contract().to_json()
-    assert JobContract.from_json(text.replace("{", '{"epoch": {"of": 3}, ', 1)) == contract()
+    text = contract().to_text()
+    assert JobContract.from_text(text.replace("{", '{"epoch": {"of": 3}, ', 1)) == contract()
     plan = Plan(3, members=(Member("c", "n1", 2),))
-    assert Plan.from_json(plan.to_json().replace('{"node_id"', '{"colour": 1, "node_id"')) == plan
+    assert Plan.from_text(plan.to_text().replace('{"node_id"', '{"colour": 1, "node_id"')) == plan
     for broken in ("[]", "1", '{"must_match": 3}', '{"members": 1}', '{"members": [1], "stop_mode": 0}'):
         for kind in (JobContract, Plan):
             with pytest.raises(ValueError, match="no "):
-                kind.from_json(broken)
+                kind.from_text(broken)
 
 
 def test_the_secret_of_a_run_is_its_users_alone(tmp_path):
@@ -290,7 +290,7 @@ def test_a_secret_that_can_be_found_by_trying_is_refused(tmp_path, secret):
 def test_what_an_earlier_launch_has_signed_is_not_signed(tmp_path):
     kept = make_signature(tmp_path, {})
     earlier, later = kept.of_launch("first coordinator"), kept.of_launch("second coordinator")
-    recorded = earlier.sign("plan", Plan(7, phase="over").to_json())
+    recorded = earlier.sign("plan", Plan(7, phase="over").to_text())
     assert earlier.text_of("plan", recorded)
     for other in (later, kept):
         with pytest.raises(ValueError, match="not signed by a launcher of this run"):

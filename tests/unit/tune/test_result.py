@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import UsageError
 from lockstep.tune.record.journal import SearchRecord
-from lockstep.tune.results.pareto_front import pareto_front
 from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import show
+from lockstep.tune.search.pareto import front_of
 from made_trials import trial
 
 VECTORS = st.integers(1, 3).flatmap(
@@ -30,7 +30,7 @@ def dominates(one, other):
 @given(vectors=VECTORS)
 def test_the_front_is_what_nobody_dominates(vectors):
     expected = [i for i, one in enumerate(vectors) if not any(dominates(other, one) for other in vectors)]
-    assert pareto_front(vectors) == expected
+    assert front_of(vectors) == expected
 
 
 TRIALS = st.lists(

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from lockstep.tune.record.journal import SearchPlan, SearchRecord
 from lockstep.tune.results.live_views import SearchLines, choose_search_view, line_of, watch_search
-from lockstep.tune.results.terminal_view import LiveSearchView, picture
+from lockstep.tune.results.terminal_view import picture
 from made_trials import trial
 
 
@@ -94,7 +94,8 @@ def test_nothing_is_drawn_wider_than_the_terminal():
 
 def test_live_tables_are_drawn_over_and_lines_go_above():
     stream = io.StringIO()
-    view = LiveSearchView(stream, {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}, lambda: 5.0)
+    env = {"LOCKSTEP_VIEW": "live", "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    view = choose_search_view(stream, env, wall_clock=lambda: 5.0)
     view.show(record_of(trial(0, [1.0], "running")))
     view.line("from a rank")
     view.show(record_of(trial(0, [1.0])))

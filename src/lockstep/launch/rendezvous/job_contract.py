@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from lockstep.records import from_known, object_from, read_bytes
+from lockstep.records import JsonRecord, from_known, object_from, read_bytes
 
 #: In the run directory: the node id of the coordinator of the newest launch.
 COORDINATOR_FILE: Final = ".coordinator"
 
 
 @dataclass(frozen=True, slots=True)
-class JobContract:
+class JobContract(JsonRecord):
     """What must be equal on all nodes of a job, and what the others take over from the coordinator."""
 
     coordinator: str  #: its node id
@@ -28,13 +27,9 @@ class JobContract:
     #: What may differ between nodes, but seldom does for a reason: variables of torch, NCCL and gloo.
     variables: Mapping[str, str] = field(default_factory=dict)
 
-    def to_json(self) -> str:
-        """The contract as text for the store."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """The contract that `to_json` turned into ``text``.
+    def from_text(cls, text: str | bytes) -> Self:
+        """The contract in ``text``.
 
         Raises:
             ValueError: if it is something else.

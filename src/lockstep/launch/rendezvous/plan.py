@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Literal, Self
 
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.records import from_known, object_from
+from lockstep.records import JsonRecord, from_known, object_from
 
 Phase = Literal["gather", "generation", "over"]
 
@@ -119,7 +118,7 @@ class NodePlacement:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(JsonRecord):
     """What every node does."""
 
     number: int = 0  #: grows with every change
@@ -159,18 +158,14 @@ class Plan:
         # Bridges of containers have the same address on every host, and in a rehearsal all nodes are one host.
         return frozenset(inside.difference(*(m.addresses for m in self.members if m.node_id not in members)))
 
-    def to_json(self) -> str:
-        """The plan as text for the store."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The plan that `to_json` turned into ``text``.
+    def from_text(cls, text: str | bytes) -> Self:
+        """The plan in ``text``.
 
         Raises:
             ValueError: if it is something else.
         """
         fields = object_from(text)
         if not {"members", "stop_mode"} <= fields.keys():
-            raise ValueError(f"no plan: {text:.80}")
+            raise ValueError(f"no plan: {text!r:.80}")
         return from_known(cls, fields)

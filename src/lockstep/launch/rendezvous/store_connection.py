@@ -190,8 +190,8 @@ def read_contract(
                     f"this node cannot take part in the job at {endpoint}: lockstep is {version} on {host}, "
                     f"{theirs or 'another one'} there; install the same version on both"
                 )
-            signature = sign(JobContract.from_json(text))
-            return JobContract.from_json(signature.text_of("contract", value)), signature
+            signature = sign(JobContract.from_text(text))
+            return JobContract.from_text(signature.text_of("contract", value)), signature
         except (SettingError, StoppedWaiting):
             raise
         except OSError as error:

@@ -246,8 +246,8 @@ class TcpStoreClient(RendezvousStore):
         store.set("nodes", f"{node_id} ")
         for index, notice in enumerate(notices):
             self._set(store, f"notice/{index}", notice_to_json(notice))
-        self._set(store, "plan", plan.to_json())
-        self._set(store, "contract", contract.to_json())
+        self._set(store, "plan", plan.to_text())
+        self._set(store, "contract", contract.to_text())
 
     def _get(self, store: ConnectedStore, key: str) -> str:
         return self._signature.text_of(key, store.get(key))
@@ -272,7 +272,7 @@ class TcpStoreClient(RendezvousStore):
             for index in range(self._notices_written, len(notices)):
                 self._set(store, f"notice/{index}", notice_to_json(notices[index]))
             self._notices_written = len(notices)
-            self._set(store, "plan", plan.to_json())
+            self._set(store, "plan", plan.to_text())
         self._set(store, f"node/{node_id}", record)
 
     def _read(self, store: ConnectedStore, number: int) -> None:
@@ -289,7 +289,7 @@ class TcpStoreClient(RendezvousStore):
     def _read_plan(self, store: ConnectedStore, number: int) -> None:
         key = f"node/{self.coordinator}"
         plan_text, coordinator = store.multi_get(["plan", key])
-        plan = Plan.from_json(self._signature.text_of("plan", plan_text))
+        plan = Plan.from_text(self._signature.text_of("plan", plan_text))
         beat = beat_in(self._signature.text_of(key, coordinator))
         if plan.number < self._plan.number:
             raise ValueError("the plan in the store is an old one")
@@ -340,11 +340,11 @@ def _contract_in(value: bytes, known: JobContract, signature: Signature) -> tupl
         OSError: if it is of a launch that is not the newest one.
     """
     text = value.decode(errors="replace")
-    coordinator = JobContract.from_json(text.partition(" ")[2]).coordinator
+    coordinator = JobContract.from_text(text.partition(" ")[2]).coordinator
     if coordinator != known.coordinator and not is_newest_coordinator(Path(known.run_dir), coordinator):
         raise OSError("the store holds the contract of another launch")
     signature = signature.of_launch(coordinator)
-    return JobContract.from_json(signature.text_of("contract", text)), signature
+    return JobContract.from_text(signature.text_of("contract", text)), signature
 
 
 def create_store(
@@ -373,8 +373,8 @@ def create_store(
         time.sleep(0.1)
     values = {
         f"node/{report.node_id}": record_text(report, 0, ()),
-        "plan": Plan(generation=contract.generation).to_json(),
-        "contract": contract.to_json(),
+        "plan": Plan(generation=contract.generation).to_text(),
+        "contract": contract.to_text(),
     }
     # The coordinator is the first node, since its ranks come first.
     store.set("nodes", f"{report.node_id} ")

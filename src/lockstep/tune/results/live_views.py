@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
-from lockstep.report import SilentView, ViewOf, ViewOnStream, line_interval_s, view_word
+from lockstep.report import ViewOf, line_interval_s, view_on
 from lockstep.tune.record.journal import SearchRecord, read_search
 from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import counts_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 SearchView: TypeAlias = ViewOf[SearchRecord]
 
@@ -35,13 +38,13 @@ def choose_search_view(
     Raises:
         SettingError: if ``LOCKSTEP_VIEW`` names no view.
     """
-    wanted = view_word(stream, env)
-    if wanted == "live":
-        # Late, since rich takes a tenth of a second.
-        from lockstep.tune.results.terminal_view import LiveSearchView
 
-        return ViewOnStream(LiveSearchView(stream, env, wall_clock), stream)
-    return ViewOnStream(SearchLines(stream, now=now), stream) if wanted == "lines" else SilentView()
+    def drawing() -> Callable[[SearchRecord], RenderableType]:
+        from lockstep.tune.results.terminal_view import picture
+
+        return lambda record: picture(record, wall_clock())
+
+    return view_on(stream, env, SearchLines(stream, now=now), drawing)
 
 
 class SearchLines:

@@ -13,8 +13,8 @@ from typing import Any, get_args
 from lockstep.errors import SettingError, UsageError
 from lockstep.tune.record.journal import SEARCH_FILE, SearchRecord, read_search
 from lockstep.tune.record.trial import State, Trial
-from lockstep.tune.results.pareto_front import pareto_front
 from lockstep.tune.search import Space
+from lockstep.tune.search.pareto import front_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class SearchResult:
         trials with the lowest loss.
         """
         feasible = [trial for trial in self.trials if trial.losses and not trial.violation]
-        front = pareto_front([trial.losses for trial in feasible])
+        front = front_of([trial.losses for trial in feasible])
         return tuple(sorted((feasible[index] for index in front), key=lambda trial: (trial.losses, trial.number)))
 
     @property

@@ -12,13 +12,8 @@ worker   island   trial   reports     loss       for   parameters
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from typing import TextIO
-
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -30,44 +25,6 @@ from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import elapsed_s, parameters
 
 _ISLANDS, _WORKERS = 12, 16
-
-
-class LiveSearchView:
-    """Tables at the bottom of a terminal; whatever else is printed goes above them.
-
-    Drawn by the caller's thread, when it calls.
-
-    Args:
-        stream: the terminal.
-        env: the environment, for the terminal's capabilities and the user's choice of colours.
-        wall_clock: seconds since 1970, by which running trials have begun.
-    """
-
-    def __init__(self, stream: TextIO, env: Mapping[str, str], wall_clock: Callable[[], float]) -> None:
-        self._wall_clock = wall_clock
-        self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,  # no thread of its own, which would keep drawing while the search hangs
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
-        )
-
-    def show(self, record: SearchRecord) -> None:
-        """Draw the tables for ``record``."""
-        if not self._live.is_started:
-            self._live.start()
-            # Live hides the cursor, and a process that is killed could not give it back.
-            self._console.show_cursor(True)
-        self._live.update(picture(record, self._wall_clock()), refresh=True)
-
-    def line(self, text: str) -> None:
-        """Print above the tables; colours in ``text`` stay."""
-        self._console.print(Text.from_ansi(text.rstrip("\r\n")), soft_wrap=True)
-
-    def close(self) -> None:
-        """Leave the tables where they are."""
-        self._live.stop()
 
 
 def picture(record: SearchRecord, now_s: float) -> RenderableType:

@@ -66,20 +66,49 @@ def crowding(losses: Losses) -> Losses:
     return distance
 
 
+def front_of(losses: Sequence[tuple[float, ...]]) -> list[int]:
+    """The indices of the vectors that no other one dominates, in ascending order; equal vectors are all included.
+
+    One vector dominates another if it is nowhere higher and somewhere lower. O(n log n) for one or two losses,
+    O(n times the front) for more.
+    """
+    if not losses:
+        return []
+    values = np.asarray(losses, dtype=np.float64).reshape(len(losses), -1)
+    values = np.where(np.isnan(values), np.inf, values)
+    order = np.lexsort(values.T[::-1])  # by the first loss, then by the second...: a vector comes after its dominators
+    front: list[int] = []
+    if values.shape[1] <= 2:
+        lowest = np.inf
+        latest: np.ndarray | None = None
+        for index in order:
+            last = values[index, -1]
+            if not front or last < lowest or (latest is not None and np.array_equal(values[index], latest)):
+                front.append(int(index))
+                lowest, latest = last, values[index]
+        if values.shape[1] == 1:
+            front = [index for index in front if values[index, 0] == values[order[0], 0]]
+        return sorted(front)
+    members = np.empty_like(values)
+    for index in order:
+        known = members[: len(front)]
+        dominated = (known <= values[index]).all(axis=1) & (known < values[index]).any(axis=1)
+        if not dominated.any():
+            members[len(front)] = values[index]
+            front.append(int(index))
+    return sorted(front)
+
+
 def pareto_front(individuals: Sequence[Individual]) -> list[Individual]:
     """Those that no other dominates, with finite losses, by their first loss; of equal losses all.
 
-    Cost: n log n, and as many comparisons as the front is long for each individual.
+    Cost: that of `front_of`.
     """
     finite = [individual for individual in individuals if all(map(math.isfinite, individual.losses))]
-    if not finite:
-        return []
-    best = min(map(_before_losses, finite))
-    front: list[Individual] = []
-    for individual in sorted((one for one in finite if _before_losses(one) == best), key=lambda one: one.losses):
-        if not any(dominates(other, individual) for other in front):
-            front.append(individual)
-    return front
+    best = min(map(_before_losses, finite), default=None)
+    alike = [individual for individual in finite if _before_losses(individual) == best]
+    front = [alike[index] for index in front_of([individual.losses for individual in alike])]
+    return sorted(front, key=lambda individual: individual.losses)
 
 
 def _before_losses(individual: Individual) -> tuple[float, float]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, Self, SupportsFloat
+from dataclasses import dataclass
+from typing import Literal, Self, SupportsFloat
 
 from lockstep.heartbeat import own_lines
 from lockstep.peer_failure import is_peer_failure
+from lockstep.records import JsonRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(JsonRecord):
     """How a trial ended on one rank.
 
     ``interrupted``: the trial is to be resumed; ``lost``: another rank has failed, and this one only lost its peer.
@@ -75,16 +75,6 @@ class Outcome:
         said = type(error).__name__ + (f": {message[0]}" if message else "")
         place = f"{file.rpartition('/')[2]}:{line}"
         return cls("lost" if is_peer_failure(error) else "failed", reason=f"{said} ({place})", place=place)
-
-    def to_json(self) -> str:
-        """As text, for other ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` gave."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "losses": tuple(fields["losses"])})
 
 
 def _number(value: object) -> float:

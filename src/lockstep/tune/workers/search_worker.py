@@ -9,15 +9,15 @@ claims say which trials it had begun.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final, Self
+from dataclasses import dataclass
+from typing import Final
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
 from lockstep.tune.record.journal import JournalReader, JournalWriter
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
@@ -25,9 +25,9 @@ from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.worker_death import Death
-from lockstep.tune.results.pareto_front import pareto_front
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Space
+from lockstep.tune.search.pareto import front_of
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import make_stopping
 from lockstep.tune.workers.breeding import Breeding
@@ -35,23 +35,13 @@ from lockstep.tune.workers.outcome import Outcome
 
 
 @dataclass(frozen=True, slots=True)
-class TrialOrder:
+class TrialOrder(JsonRecord):
     """A trial to evaluate now."""
 
     number: int
     attempt: int
     point: Point
     inherits: int | None
-
-    def to_json(self) -> str:
-        """As a string, for the other ranks of the worker."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What `to_json` gave."""
-        fields: dict[str, Any] = json.loads(text)
-        return cls(**{**fields, "point": tuple(fields["point"])})
 
 
 class SearchWorker:
@@ -316,7 +306,7 @@ class SearchWorker:
         left = ended[keep : keep + 2]  # those that were among the best until now
         if self._settings.objectives > 1 and keep:
             feasible = [trial for trial in ended if not trial.violation]
-            needed |= {feasible[index].number for index in pareto_front([trial.losses for trial in feasible])}
+            needed |= {feasible[index].number for index in front_of([trial.losses for trial in feasible])}
             left = ended[keep:]  # any of them may have been on the front
         for trial in (*left, *(one for one in trials if one.number == number)):
             if trial.number not in needed:

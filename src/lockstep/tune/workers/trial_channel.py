@@ -91,7 +91,7 @@ class StoreRankChannel(RankChannel):
     @override
     def verdict(self, own: Outcome) -> Verdict:
         if self._rank:
-            self._store.set(f"{self._number}/outcome/{self._rank}", own.to_json())
+            self._store.set(f"{self._number}/outcome/{self._rank}", own.to_text())
             return self._leaders_verdict(own)
         outcomes = self._outcomes(own)
         verdict = _verdict(outcomes) if len(outcomes) == self._size else "end"
@@ -120,7 +120,7 @@ class StoreRankChannel(RankChannel):
             nonlocal failed_at_s
             for rank in range(1, self._size):
                 if rank not in found and self._store.is_set(key := f"{self._number}/outcome/{rank}"):
-                    found[rank] = Outcome.from_json(self._store.get(key, _GRACE_S))
+                    found[rank] = Outcome.from_text(self._store.get(key, _GRACE_S))
                     if _is_bad(found[rank]) and failed_at_s is None:
                         failed_at_s = self._clock()
             waited_s = 0.0 if failed_at_s is None else self._clock() - failed_at_s

@@ -107,7 +107,7 @@ class TrialRank:
             Exception: of the objective, if it was raised on some ranks only, which are out of step and must end.
         """
         while text := self._channel.tell(self._next()):
-            self._evaluate(TrialOrder.from_json(text))
+            self._evaluate(TrialOrder.from_text(text))
         if self._stops.asked:
             raise SystemExit(EXIT_STOPPED)
 
@@ -117,7 +117,7 @@ class TrialRank:
             return ""
         self._stops.asked |= (self._directory.path / STOP_FILE).exists()
         order = None if self._stops.asked else self._leader.next()
-        return "" if order is None else order.to_json()
+        return "" if order is None else order.to_text()
 
     def _evaluate(self, order: TrialOrder) -> None:
         trial = CurrentTrial(
