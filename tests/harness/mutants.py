@@ -752,7 +752,7 @@ MUTANTS = [
     ),
     mutant(
         "strategies/parameter_server/parameter_server.py",
-        "        self._context.check_copies(ends=True)",
+        "        self._parameters.check_copies(ends=True)",
         "        pass",
         SERVED,
     ),

@@ -327,8 +327,8 @@ def test_asynchronous_training_learns_and_ends_with_one_model(more):
     assert losses[-1] < losses[0]
     # 24 steps of 2 workers, pushed to 2 servers each.
     assert said.startswith("asynchronous: 96 updates on 2 servers; gradients were ")
-    if more:
-        assert said.endswith((", 0 at most", ", 1 at most"))
+    # Of the workers' first pushes, all from the first parameters, each but one is late.
+    assert said.endswith(", 1 at most") if more else not said.endswith(", 0 at most")
 
 
 def side_by_side(word, place):
