@@ -39,7 +39,7 @@ from lockstep.run.recovery.measures_journal import (
 from lockstep.run.recovery.newest_state import Choice, Left, LeftState, choose
 from lockstep.run.recovery.point_marks import PointMarks
 from lockstep.run.recovery.resume_point import ResumePoint
-from lockstep.run.recovery.survivor import EmergencyMemory, NoEmergency, open_emergency, writes_emergency
+from lockstep.run.recovery.survivor import Emergency, EmergencyMemory, open_emergency, writes_emergency
 from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer
 from lockstep.run.state.registered import State
 from lockstep.run.stopping.stop_requests import JobDeadline
@@ -389,7 +389,7 @@ def test_who_leaves_a_state_and_where_one_is_looked_for(tmp_path):
     assert not writes_emergency(env, Settings(), SimpleNamespace(size=2, over_cpu=False), whole)
     world, metrics = World(0, 1, 0, 1, 0, 1, generation=1, run_dir=str(tmp_path)), PassMetrics(counts=True)
     off = open_emergency(Settings(emergency=False), env, group, world, whole, metrics, print)
-    assert isinstance(off, NoEmergency)
+    assert type(off) is Emergency
     assert off.find() is None
     one, other = (
         open_emergency(Settings(checkpoint=name), env, group, world, whole, metrics, print) for name in ("one", "other")
@@ -521,7 +521,7 @@ def test_a_trial_of_a_search_neither_leaves_nor_takes_what_another_one_has_left(
     with lockstep.Run() as run:
         assert isinstance(run._context.emergency, EmergencyMemory)
     with evaluating(trial), lockstep.Run() as run:
-        assert isinstance(run._context.emergency, NoEmergency)
+        assert type(run._context.emergency) is Emergency
 
 
 def test_a_state_is_not_taken_whose_best_step_was_never_saved():

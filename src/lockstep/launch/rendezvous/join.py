@@ -33,7 +33,7 @@ from lockstep.launch.rendezvous.signature import Signature, make_signature, read
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
 from lockstep.launch.rendezvous.store_connection import read_contract, tell_refused
 from lockstep.launch.rendezvous.store_process import StoreProcess
-from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, NoTakeover, Takeover
+from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.run_dir.run_directory import Job, versions
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, own_addresses
@@ -70,7 +70,7 @@ class Joined:
     #: Looks after what this node serves to the others; to be called often.
     look_after: Callable[[], None]
     #: What this node does so that the job survives the loss of its coordinator.
-    takeover: Callable[[FileThread], Takeover] = lambda _: NoTakeover()
+    takeover: Callable[[FileThread], Takeover] = lambda _: Takeover()
     #: How the user continues the job without its coordinator, in words; "": there is nothing to say.
     without_coordinator: str = ""
 

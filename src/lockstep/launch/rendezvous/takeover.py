@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
@@ -32,8 +32,8 @@ class NewCoordinator:
 Duty = Literal["go on", "suspend"]
 
 
-class Takeover(Protocol):
-    """What a node does so that the job survives the loss of its coordinator."""
+class Takeover:
+    """What a node does so that the job survives the loss of its coordinator: this one waits for it."""
 
     def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
         """To be called often; ``suspend``: end the ranks, and decide nothing.
@@ -42,22 +42,10 @@ class Takeover(Protocol):
             silent_s: for how long the coordinator has not been heard.
             running: whether ranks of this node live.
         """
-        ...
-
-    def leave(self) -> None:
-        """This node leaves a job that goes on; no rank of its last generation lives, on any node."""
-        ...
-
-
-class NoTakeover(Takeover):
-    """The job waits for its coordinator."""
-
-    def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
-        """Go on."""
         return "go on"
 
     def leave(self) -> None:
-        """Do nothing."""
+        """This node leaves a job that goes on; no rank of its last generation lives, on any node."""
 
 
 class LeaseHolder(Takeover):

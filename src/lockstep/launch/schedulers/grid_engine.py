@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import re
 import shlex
-import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from lockstep.errors import SettingError
@@ -64,7 +63,6 @@ class GridEngine(WritesJobScripts):
 
     name = "sge"
     title = "Grid Engine"
-    stop_signals = (signal.SIGUSR1, signal.SIGTERM)
     submit = _USAGE.submit
     gpus_help = "of each node"
     options = (
@@ -101,10 +99,6 @@ class GridEngine(WritesJobScripts):
         rows = [row for row in _rows_of(job, ask(("qstat", "-s", "r", "-u", "*"))) if task in ("undefined", row[-1])]
         start = timestamp(" ".join(rows[0][5:7])) if rows else None
         return None if start is None else start + min(limits)
-
-    def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
-        """Nodes are called by their host names."""
-        return name
 
     def start_commands(
         self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str

@@ -5,18 +5,13 @@ It was not tried on a real machine, so it does no more than this: no job script,
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.launch.schedulers.scheduler import (
     Allocation,
-    Ask,
     Read,
-    Requeued,
-    RunCommand,
     Scheduler,
     StartCommand,
-    cannot_requeue,
     launcher_argv,
     merge_nodes,
 )
@@ -27,7 +22,6 @@ class Pbs(Scheduler):
 
     name = "pbs"
     title = "PBS"
-    stop_signals = (signal.SIGUSR1, signal.SIGTERM)
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Detected by the job's number and the file of its nodes."""
@@ -38,21 +32,9 @@ class Pbs(Scheduler):
         hosts = [line.strip() for line in read(env["PBS_NODEFILE"]).splitlines()]
         return Allocation(self, env["PBS_JOBID"], merge_nodes([(host, 1) for host in hosts if host]))
 
-    def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
-        """Not known."""
-        return None
-
-    def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
-        """Nodes are called by their host names."""
-        return name
-
     def start_commands(
         self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
     ) -> list[StartCommand]:
         """The first node's launcher starts here; the others are left to a user who can reach their nodes."""
         argv = tuple(launcher_argv(given, launcher, endpoint))
         return [StartCommand(node.name, argv, by_user=number > 0) for number, node in enumerate(given.nodes)]
-
-    def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
-        """Refused."""
-        return cannot_requeue(stopped)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import shlex
 import signal
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
-from typing import Final, Protocol, Self, runtime_checkable
+from typing import Final, Self
 
 from lockstep.formatting import plural
 from lockstep.launch_contract import job_port
@@ -38,16 +39,19 @@ _COMMAND_TIMEOUT_S = 15.0
 WARNED: Final = tuple(128 + number for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU))
 
 
-class Scheduler(Protocol):
-    """The methods that every scheduler has."""
+class Scheduler:
+    """The methods that every scheduler has: this one is of no job, in which nothing was given.
 
-    name: str  #: in commands and files, such as ``slurm``
-    title: str  #: in messages, such as ``Slurm``
-    stop_signals: StopSignals
+    Others override what they know better.
+    """
+
+    name = "none"  #: in commands and files, such as ``slurm``
+    title = "no job"  #: in messages, such as ``Slurm``
+    stop_signals: StopSignals = (signal.SIGUSR1, signal.SIGTERM)
 
     def detect(self, env: Mapping[str, str]) -> bool:
         """Whether this process belongs to one of its jobs."""
-        ...
+        return True
 
     def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
         """The allocation of this process's job; costs no more than reading two small files.
@@ -55,18 +59,18 @@ class Scheduler(Protocol):
         Raises:
             SettingError: if the variables cannot be understood.
         """
-        ...
+        return Allocation()
 
     def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
         """When it will end the job, in seconds since 1970; None if there is no end or it does not say.
 
         May ask the scheduler, which takes tens of milliseconds.
         """
-        ...
+        return None
 
     def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
         """An address of the node that it calls ``name``; ``resolves`` says whether a host name is known here."""
-        ...
+        return name
 
     def start_commands(
         self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
@@ -79,7 +83,7 @@ class Scheduler(Protocol):
             endpoint: ``HOST:PORT`` where the launchers meet.
             directory: where each of them is to run.
         """
-        ...
+        return []
 
     def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
         """Have the job start again, now that its ranks have stopped with a complete checkpoint.
@@ -91,11 +95,10 @@ class Scheduler(Protocol):
             stopped: the exit code for a run that stopped and is not started again.
             run: carries out a command of the scheduler.
         """
-        ...
+        return cannot_requeue(stopped)
 
 
-@runtime_checkable
-class WritesJobScripts(Scheduler, Protocol):
+class WritesJobScripts(Scheduler, ABC):
     """A scheduler for which ``lockstep job`` writes scripts."""
 
     submit: str  #: the command that submits a script
@@ -104,52 +107,18 @@ class WritesJobScripts(Scheduler, Protocol):
 
     def missing(self, request: JobRequest) -> list[str]:
         """What this scheduler needs and ``request`` leaves open, as options with an explanation."""
-        ...
+        return []
 
+    @abstractmethod
     def job_script(self, request: JobRequest, command: JobCommand) -> str:
         """The text of a complete job script.
 
         Raises:
             SettingError: for a value that this scheduler does not take.
         """
-        ...
 
 
-class NoScheduler(Scheduler):
-    """Outside of a job: nothing was given, and nothing starts the run again."""
-
-    name = "none"
-    title = "no job"
-    stop_signals = (signal.SIGUSR1, signal.SIGTERM)
-
-    def detect(self, env: Mapping[str, str]) -> bool:
-        """Always: it comes last."""
-        return True
-
-    def allocation(self, env: Mapping[str, str], read: Read) -> Allocation:
-        """No nodes."""
-        return Allocation()
-
-    def job_ends_at(self, env: Mapping[str, str], ask: Ask) -> float | None:
-        """Never."""
-        return None
-
-    def node_address(self, name: str, resolves: Callable[[str], bool], ask: Ask) -> str:
-        """The name itself."""
-        return name
-
-    def start_commands(
-        self, given: Allocation, launcher: Sequence[str], *, endpoint: str, directory: str
-    ) -> list[StartCommand]:
-        """There are no other nodes."""
-        return []
-
-    def requeue(self, given: Allocation, stopped: int, run: RunCommand) -> Requeued:
-        """Refused."""
-        return cannot_requeue(stopped)
-
-
-NO_SCHEDULER: Final = NoScheduler()
+NO_SCHEDULER: Final = Scheduler()
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,10 +130,6 @@ class Slurm(WritesJobScripts):
         why = "there is no scontrol here, as in a container" if code == 127 else text.strip() or f"exit code {code}"
         return Requeued(stopped, f"not in the queue again: {why}; from outside: scontrol requeue {given.job}")
 
-    def missing(self, request: JobRequest) -> list[str]:
-        """No options of its own."""
-        return []
-
     def job_script(self, request: JobRequest, command: JobCommand) -> str:
         """With a comment beside each directive that needs one."""
         name, nodes = job_name(request, command), request.nodes or 1

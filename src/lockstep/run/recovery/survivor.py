@@ -17,7 +17,7 @@ import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
@@ -53,14 +53,15 @@ About = Callable[[], StateTree]
 """What is said of it, see `LeftState.of`."""
 
 
-class Emergency(Protocol):
+class Emergency:
     """Saves the state of the last finished step when another rank dies, and finds it in the next generation.
 
-    Not collective, except where a method says so.
+    This one is of a run that no launcher restarts: it saves nothing and finds nothing, and `EmergencyMemory` overrides
+    all of it. Not collective, except where a method says so.
     """
 
-    notes: bool  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
-    part: StatePart | None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
+    notes = False  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
+    part: StatePart | None = None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
 
     def protect(self) -> str:
         """Try again what was refused at the start; says what has changed. Collective, and at once where all is well.
@@ -68,19 +69,16 @@ class Emergency(Protocol):
         Returns:
             In a few words, why the death of a rank would lose steps; "" where it would not, or was never to.
         """
-        ...
+        return ""
 
     def note(self, step: int) -> None:
         """Write down what was measured so far in ``step``, whose gradients are summed next."""
-        ...
 
     def note_late(self, step: int) -> None:
         """Write down, at the end of the loop's body, what ``step`` has measured since its gradients were summed."""
-        ...
 
     def discard(self) -> None:
         """The step in work is discarded, with whatever was noted of it."""
-        ...
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
@@ -89,7 +87,6 @@ class Emergency(Protocol):
         has finished a step, all have the one before. The ``buffers`` of models, which the next forward pass may change,
         are copied before this returns.
         """
-        ...
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
         """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
@@ -98,55 +95,16 @@ class Emergency(Protocol):
 
         ``about`` gives the description that is saved with it, see `LeftState.of`.
         """
-        ...
 
     def find(self) -> LeftBehind | None:
         """The newest complete state that earlier generations have left; None if there is none. Collective."""
-        ...
-
-    def forget_before(self) -> None:
-        """Remove the files of earlier generations, which are not needed any more."""
-        ...
-
-    def close(self) -> None:
-        """Close all files."""
-        ...
-
-
-class NoEmergency(Emergency):
-    """For a run that no launcher restarts: saves nothing and finds nothing."""
-
-    notes = False
-    part: StatePart | None = None
-
-    def protect(self) -> str:
-        """Nothing was promised."""
-        return ""
-
-    def note(self, step: int) -> None:
-        """Nothing."""
-
-    def note_late(self, step: int) -> None:
-        """Nothing."""
-
-    def discard(self) -> None:
-        """Nothing."""
-
-    def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
-        """Nothing."""
-
-    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
-        """Nothing."""
-
-    def find(self) -> LeftBehind | None:
-        """None."""
         return None
 
     def forget_before(self) -> None:
-        """Nothing."""
+        """Remove the files of earlier generations, which are not needed any more."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Close all files."""
 
 
 class EmergencyMemory(Emergency):
@@ -387,7 +345,7 @@ def open_emergency(
 ) -> Emergency:
     """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
     if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
-        return NoEmergency()
+        return Emergency()
     return EmergencyMemory(
         Path(env[EMERGENCY]),
         Path(world.run_dir),

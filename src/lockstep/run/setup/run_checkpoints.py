@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn
 
 from typing_extensions import override
 
@@ -23,17 +23,20 @@ Identity = SavedTree
 """What the bits of a run depend on, beside its data and its code, by name."""
 
 
-class RunCheckpointer(Protocol):
-    """What a run does with checkpoints. All ranks make the same calls in the same order."""
+class RunCheckpointer:
+    """What a run does with checkpoints: this one saves nothing, and `DirectoryCheckpointer` overrides all of it.
 
-    saved_step: int | None  #: step of the last save that was begun or resumed from
-    resumed_from: LeftBehind | None  #: what survivors have left, if that was taken
-    resumed: Identity | None  #: of the run that goes on, as it was saved; None: it begins
+    All ranks make the same calls in the same order.
+    """
+
+    saved_step: int | None = None  #: step of the last save that was begun or resumed from
+    resumed_from: LeftBehind | None = None  #: what survivors have left, if that was taken
+    resumed: Identity | None = None  #: of the run that goes on, as it was saved; None: it begins
 
     @property
     def differs(self) -> bool:
         """Whether something was reported that differs from the run that was resumed."""
-        ...
+        return False
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
@@ -43,11 +46,10 @@ class RunCheckpointer(Protocol):
         With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside. What
         survivors of a dead rank have ``left`` is taken where it is newer.
         """
-        ...
+        return None
 
     def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
         """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
-        ...
 
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
@@ -60,127 +62,51 @@ class RunCheckpointer(Protocol):
         Returns:
             Whether a save was begun.
         """
-        ...
+        return False
 
     def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
         """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
-        ...
 
     def next_step(self) -> tuple[Path, dict[str, Any] | None]:
         """Where that is, and what it says, for the checkpoint that was resumed; None without any. Collective."""
-        ...
+        return Path(), None
 
     def committed_step(self) -> int | None:
         """The newest step that is safe on disk. Cheap: for every step."""
-        ...
+        return None
 
     def protect_newest(self) -> None:
         """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
-        ...
 
     def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """Leave the process with code 75, now that the state after ``step`` is being saved.
 
         ``leave_together`` is called when the save has ended; it returns once all ranks have called it.
         """
-        ...
 
     def leave_stopped(self, step: int, reason: str) -> NoReturn:
         """Leave the process with code 75: ``step``, the last one, is saved. The leader says so. Not collective."""
-        ...
-
-    def close(self) -> None:
-        """The last save has ended."""
-        ...
-
-    def has(self, step: int) -> bool:
-        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
-        ...
-
-    def leave_without(self, step: int) -> NoReturn:
-        """Leave the process with code 74, because ``step`` is in no checkpoint."""
-        ...
-
-    def go_back(self, step: int) -> None:
-        """What came after ``step`` may be wrong: a resume goes on from there, or before. Collective."""
-        ...
-
-    def abandon(self) -> None:
-        """A rank failed: stop waiting for parts of other ranks. Not collective."""
-        ...
-
-    def release(self) -> None:
-        """Free the directory for another run; the last call. Not collective."""
-        ...
-
-
-class NoCheckpointer(RunCheckpointer):
-    """For a run that saves nothing."""
-
-    saved_step: int | None = None
-    resumed_from: LeftBehind | None = None
-    resumed: Identity | None = None
-
-    @property
-    def differs(self) -> bool:
-        """False."""
-        return False
-
-    def resume(
-        self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
-    ) -> StateTree | None:
-        """Nothing."""
-        return None
-
-    def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
-        """Nothing was resumed."""
-
-    def save(
-        self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
-    ) -> bool:
-        """Nothing is saved."""
-        return False
-
-    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
-        """Nothing is written."""
-
-    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
-        """None."""
-        return Path(), None
-
-    def committed_step(self) -> int | None:
-        """None."""
-        return None
-
-    def protect_newest(self) -> None:
-        """There is none."""
-
-    def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
-        """Never asked: signals do what they do without Lockstep."""
-
-    def leave_stopped(self, step: int, reason: str) -> NoReturn:
-        """Never asked: no step is saved."""
         raise AssertionError("no step is saved")
 
     def close(self) -> None:
-        """Nothing is open."""
+        """The last save has ended."""
 
     def has(self, step: int) -> bool:
-        """Nothing was to be saved."""
+        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
         return True
 
     def leave_without(self, step: int) -> NoReturn:
-        """Never asked: nothing is missing."""
+        """Leave the process with code 74, because ``step`` is in no checkpoint."""
         raise AssertionError("nothing was to be saved")
 
     def go_back(self, step: int) -> None:
-        """Nothing."""
+        """What came after ``step`` may be wrong: a resume goes on from there, or before. Collective."""
 
     def abandon(self) -> None:
-        """Nothing is open."""
+        """A rank failed: stop waiting for parts of other ranks. Not collective."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Free the directory for another run; the last call. Not collective."""
 
 
 class DirectoryCheckpointer(RunCheckpointer):

@@ -28,11 +28,11 @@ from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.loop.position import RunPosition
 from lockstep.run.metrics.metric_means import PassMetrics
 from lockstep.run.metrics.progress_reporter import ProgressReporter
-from lockstep.run.recovery.survivor import Emergency, NoEmergency, open_emergency, writes_emergency
+from lockstep.run.recovery.survivor import Emergency, open_emergency, writes_emergency
 from lockstep.run.setup.identity import RunIdentity
 from lockstep.run.setup.kernels import Kernels, number_formats
 from lockstep.run.setup.precision import Precision
-from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer, NoCheckpointer, RunCheckpointer
+from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer, RunCheckpointer
 from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.registered import State
 from lockstep.run.stopping.leave_agreement import LeaveAgreement
@@ -157,7 +157,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     is_kept = measure is None and (transcript is None or transcript.saves)
     directory = home if is_kept else None
     checkpointer = (
-        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline) if is_kept else NoCheckpointer()
+        _open_checkpointer(settings, world, job, group, strategy, reporter, deadline) if is_kept else RunCheckpointer()
     )
     # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
     has_emergency = is_kept and current_trial() is None
@@ -197,7 +197,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         metrics=metrics,
         emergency=open_emergency(settings, env, group, world, strategy, metrics, reporter.say)
         if has_emergency
-        else NoEmergency(),
+        else Emergency(),
         inputs=SharedInputs(state, several=group.size > 1),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
@@ -303,7 +303,7 @@ def _open_checkpointer(
             "there is no directory for checkpoints to save to or to resume from; "
             "give Run(checkpoint=...), or start the script with lockstep run"
         )
-    return NoCheckpointer()
+    return RunCheckpointer()
 
 
 def _choose_threads(settings: Settings, device: torch.device) -> int:

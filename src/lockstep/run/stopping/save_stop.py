@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.collectives import Group
-from lockstep.run.stopping.step_agreement import NoAgreement, StepAgreement, StoreAgreement
+from lockstep.run.stopping.step_agreement import StepAgreement, StoreAgreement
 from lockstep.run.stopping.stop_requests import JobDeadline
 from lockstep.settings import Interval
 
@@ -65,13 +65,13 @@ class SaveStopController:
         self._group, self._interval, self._stop_reason = group, interval, stop_reason
         self._end, self._now, self._peer_timeout_s = end, now, peer_timeout_s
         self._stepped_at = self._saved_at = now()
-        self._agreement: StepAgreement = NoAgreement(lambda: False, lambda: False)
+        self._agreement: StepAgreement = StepAgreement(lambda: False, lambda: False)
 
     def open(self) -> None:
         """Requests count from here on, and the leader's clock runs. Collective."""
         self._stepped_at = self._saved_at = self._now()
         if self._group.size == 1:
-            self._agreement = NoAgreement(self._wants_stop, self._is_due)
+            self._agreement = StepAgreement(self._wants_stop, self._is_due)
         else:
             self._agreement = StoreAgreement(
                 self._group.store("save-stop"),

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 from typing_extensions import override
 
@@ -30,46 +30,32 @@ _CLOSE_S = 2.0  # to wait for a thread whose store does not answer
 _NEVER = 1 << 62
 
 
-class StepAgreement(Protocol):
-    """When to exchange requests. Each rank has one; `due` is called after the same steps on all."""
+class StepAgreement:
+    """When to exchange requests: this one is of one rank, which need not ask anyone.
 
-    def due(self, step: int) -> bool:
-        """Whether all ranks exchange requests after ``step``, which they have just done."""
-        ...
+    Each rank has one; `due` is called after the same steps on all.
 
-    def met(self) -> None:
-        """All ranks have exchanged their requests."""
-        ...
-
-    def stop_pending(self) -> bool:
-        """Whether some rank wants to stop, as far as this one knows by now: what has no steps may be cut short."""
-        ...
-
-    def close(self) -> None:
-        """End the thread."""
-        ...
-
-
-class NoAgreement(StepAgreement):
-    """For one rank, which need not ask anyone."""
+    Args:
+        wants_stop: whether this rank is to stop.
+        wants_save: whether the leader wants to save.
+    """
 
     def __init__(self, wants_stop: Callable[[], bool], wants_save: Callable[[], bool]) -> None:
         self._wants_stop, self._wants_save = wants_stop, wants_save
 
-    @override
     def due(self, step: int) -> bool:
+        """Whether all ranks exchange requests after ``step``, which they have just done."""
         return self._wants_stop() or self._wants_save()
 
-    @override
     def met(self) -> None:
-        pass
+        """All ranks have exchanged their requests."""
 
-    @override
     def stop_pending(self) -> bool:
+        """Whether some rank wants to stop, as far as this one knows by now: what has no steps may be cut short."""
         return self._wants_stop()
 
     def close(self) -> None:
-        """There is no thread."""
+        """End the thread."""
 
 
 class StoreAgreement(StepAgreement):
@@ -94,9 +80,9 @@ class StoreAgreement(StepAgreement):
         *,
         peer_timeout_s: float,
     ) -> None:
+        super().__init__(wants_stop, wants_save)
         self._store: Final = store
         self._rank, self._size = rank, size
-        self._wants_stop, self._wants_save = wants_stop, wants_save
         self._peer_timeout_s: Final = peer_timeout_s
         self._changed = threading.Condition()
         self._done = 0  # steps
