@@ -655,6 +655,7 @@ def test_all_that_unpickles_is_here():
     own = {
         "collectives/object_channel.py",  # of ranks, through gloo, as torch's own object collectives are
         "collectives/gathered_objects.py",  # the same
+        "collectives/mailbox.py",  # of ranks, over connections that a secret of theirs has opened
         "doctor/watched.py",  # in the place of torch.load, of a script that calls it
         "launch/launcher.py",  # what ranks of `lockstep.launch` returned, in the run directory
         "verify/plain_script.py",  # the same
