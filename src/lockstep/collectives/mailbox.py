@@ -8,7 +8,7 @@ No process group of torch carries them: a server waits for whichever message com
 is gone. Each pair has one connection, which both use.
 
 No ranks can wait for each other in a circle, if those that call others send to all of them in one order, and then
-receive in whatever order answers come: whoever cannot send waits for a rank that sends to a later one.
+receive in whatever order answers come: a rank that cannot send waits for a rank that sends to a later one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Mailbox:
                 self._connections[rank].sendall(as_bytes(tensor).numpy().data)
 
     def receive(self, silent: Collection[int], what: str, *, for_ever: bool = False) -> tuple[int, Any]:
-        """Wait for a message of any of the ranks, and return its sender and it. One rank after the other has its turn.
+        """Wait for a message of any of the ranks; its sender and the message. One rank after the other has its turn.
 
         Args:
             silent: the ranks of which something must come, as an error names them.
@@ -152,7 +152,7 @@ def _message_from(connection: socket.socket) -> Any:
 
 @contextlib.contextmanager
 def _naming(rank: int, what: str) -> Iterator[None]:
-    """Errors of a connection become `PeerLost`, which names ``rank``, with which it is."""
+    """Errors of the connection with ``rank`` become `PeerLost`, which names the rank."""
     try:
         yield
     except OSError as error:

@@ -175,10 +175,11 @@ def _check_open_files(ranks: int) -> None:
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES_OF_RANK + _FILES_FOR_EACH_PEER * ranks
     if limit != resource.RLIM_INFINITY and limit < needed:
+        is_for_root = most != resource.RLIM_INFINITY and most < needed
         raise SettingError(
             f"a process may open {limit} files here, and each of {plural(ranks, 'rank')} needs up to {needed}: say "
             f"'ulimit -n {needed}' first, or more than that"
-            + (f"; only root may allow more than {most}" if limit <= most < needed else "")
+            + (f"; only root may allow more than {most}" if is_for_root else "")
         )
 
 

@@ -16,7 +16,6 @@ from typing import Final
 from lockstep.collectives import Group, WriteChannel, meet_neighbours
 from lockstep.run.recovery.measures_journal import journal_memory
 from lockstep.run.recovery.mirror_plan import neighbours_of
-from lockstep.world import World
 
 #: What the name of a copy begins with; the rank follows that it is of.
 COPIED: Final = "copied-measures-"
@@ -68,15 +67,12 @@ class CopiedMeasures:
         self._copies.clear()
 
 
-def open_copied_measures(
-    directory: Path, group: Group, world: World, say: Callable[[str], None]
-) -> CopiedMeasures | None:
+def open_copied_measures(directory: Path, group: Group, say: Callable[[str], None]) -> CopiedMeasures | None:
     """Connect the ranks of each host with those of the next. Collective.
 
     Args:
         directory: for the copies that this rank keeps.
         group: all ranks.
-        world: the place of this rank.
         say: tells the user something.
 
     Returns:

@@ -155,7 +155,7 @@ class EmergencyMemory(Emergency):
         self._step = 0  # that was noted last
         self._of_step: list[Measured] = []
         if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
-            self._copied = open_copied_measures(self._files.own, group, world, say)
+            self._copied = open_copied_measures(self._files.own, group, say)
         self._refused: tuple[str, ...] = ("not tried yet",) if writes else ()  # why, of each rank; the same on all
         self.protect()
         self._mirror: Final[Mirror | None] = (
