@@ -274,9 +274,11 @@ class Settings:
     bucket_mb: float | None = field(
         default=None, metadata=_about("MiB of gradients exchanged at once; None: chosen for the link", above=0)
     )
-    on_nan: Literal["stop", "warn", "ignore"] = field(
+    on_nan: Literal["stop", "locate", "warn", "ignore"] = field(
         default="stop",
-        metadata=_about("what a loss or gradient that is not finite leads to", one_of=("stop", "warn", "ignore")),
+        metadata=_about(
+            "what a loss or gradient that is not finite leads to", one_of=("stop", "locate", "warn", "ignore")
+        ),
     )
     nondeterministic: Literal["refuse", "warn"] = field(
         default="refuse",

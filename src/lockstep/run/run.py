@@ -127,7 +127,8 @@ class Run:
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
         on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
             the parameters are updated with it, on GPUs one step later, for which they do not wait, and before a save;
-            ``warn`` prints a warning and keeps the checkpoint from before;
+            ``locate`` looks at each micro-batch's gradient before the sum, too, and names rank, micro-batch and
+            parameter; ``warn`` prints a warning and keeps the checkpoint from before;
             ``ignore`` does nothing.
         nondeterministic: what happens on a GPU, with ``reduction="exact"``, when a backward pass calls an operation
             that has no deterministic kernel: ``refuse`` ends the run with an error that names it; ``warn`` leaves it to
@@ -180,7 +181,7 @@ class Run:
         global_batch: int | None = None,
         micro_batch: int | None = None,
         bucket_mb: float | None = None,
-        on_nan: Literal["stop", "warn", "ignore"] = _DEFAULTS.on_nan,
+        on_nan: Literal["stop", "locate", "warn", "ignore"] = _DEFAULTS.on_nan,
         nondeterministic: Literal["refuse", "warn"] = _DEFAULTS.nondeterministic,
         replay: bool = _DEFAULTS.replay,
         audit: str | None = None,

@@ -82,7 +82,7 @@ def local_hash(module):
     return state_hash([tensor for tensor in here if not tensor.is_meta])
 
 
-WAY_OUT = ". Look at the data and the learning rate, or continue anyway with Run(on_nan='warn') or 'ignore'"
+WAY_OUT = ". Look at the data and the learning rate, or continue anyway with Run(on_nan='warn') or 'ignore'."
 LOSSES = [
     (kind, words, micro_batch, strategy)
     for kind, words in ((NAN_LOSS, "nan"), (INF_LOSS, "inf"))
@@ -124,6 +124,28 @@ def test_a_gradient_that_is_not_finite_is_found_where_the_loss_is_finite():
                     assert f"rank {rank}" not in words, "it holds a part of the sum, and may have brought nothing"
                     if case[1] == "ddp":
                         assert words.startswith("the gradient of 0.weight, 0.bias, 2.weight and 1 more is not finite")
+
+
+def test_locate_names_the_rank_and_the_micro_batch_that_brought_it():
+    cases = [(m, s) for s in ("ddp", "zero", "diloco:period=2", "fsdp") for m in (0, 3)] + [(3, "pipeline")]
+    for world in (1, 2):
+        calls = [(partial(trained, on_nan="locate"), NAN_GRADIENT, *case) for case in cases]
+        for case, ranks in zip(cases, on_world(world, calls), strict=True):
+            micro_batch, strategy = case
+            told = [words for how, words, *_ in ranks if how == "NonFiniteError"]
+            if strategy == "fsdp" and world == 2:
+                assert all(OF_ANY_RANK in words for words in told), case  # no rank has a gradient of its own
+                continue
+            rank = world - 1 if micro_batch or strategy == "pipeline" else 0
+            which = (
+                "one of its 4 micro-batches"
+                if strategy == "pipeline" and world == 2
+                else f"micro-batch {micro_batch} of 4"
+            )
+            (words,) = told
+            assert words.startswith(f"the gradient of 2.bias is not finite at step 3 on rank {rank}, {which}; "), case
+            assert words.endswith(WAY_OUT), case
+            assert [how for how, *_ in ranks].count("PeerLost") == world - 1, case
 
 
 def test_the_last_checkpoint_is_named_and_none_is_made_of_what_is_odd(tmp_path):

@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import cmath
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import NonFiniteError
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.strategies import as_real, has_gradient
 from lockstep.torch_private import foreach_norm
 
-OnNan = Literal["stop", "warn", "ignore"]
+OnNan = Literal["stop", "locate", "warn", "ignore"]
 _Asked = tuple[PinnedCopy, list[tuple[int, str, str]]]  # values on their way, how many each text is of
 _LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
 
+#: A training that is repeated has the same bits, and so the same gradients.
+_LOCATE: Final = (
+    " To learn which rank and micro-batch brought it, resume with Run(on_nan='locate') or LOCKSTEP_ON_NAN=locate: "
+    "where the same step passes then, a device has computed wrong bits"
+)
 _OF_NOTHING: Final = "give the sum, for a mean over nothing is none: run.step(loss_sum, count=n, loss_is='sum')"
 
 
@@ -30,7 +38,8 @@ class NonFiniteChecks:
     """Of one rank.
 
     Args:
-        on_nan: stop: raise; warn: report it, once for each kind; ignore: check nothing.
+        on_nan: stop: raise; locate: raise, and look at each micro-batch's gradient before the sum; warn: report it,
+            once for each kind; ignore: check nothing.
         rank: this one.
         warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
         last_good: gives the step of the checkpoint that was committed last.
@@ -75,6 +84,39 @@ class NonFiniteChecks:
         else:
             value_then = as_real(loss.detach()).reshape(-1).clone()
             self._values.append((value_then, "loss", f"the loss is not finite {where}"))
+
+    @contextmanager
+    def locating(
+        self,
+        parameters: Sequence[nn.Parameter],
+        name_of: Callable[[nn.Parameter], str],
+        step: int,
+        micro_batches: str,
+    ) -> Iterator[None]:
+        """Look at this rank's gradients as the backward passes within compute them, before any sum.
+
+        Waits for a GPU at each parameter. Parameters that ranks hold parts of are not looked at: no rank has a gradient
+        of its own for them.
+
+        Raises:
+            NonFiniteError: if one is not finite and the run is to locate it. It names the first such parameter in the
+                order of the backward pass, which is the one nearest to the loss.
+        """
+        if self._on_nan != "locate":
+            yield
+            return
+        where = f"at step {step + 1} on rank {self._rank}, {micro_batches}"
+
+        def look(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+            if not (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all():
+                self._found("gradient", f"the gradient of {name_of(parameter)} is not finite {where}")
+
+        hooks = [p.register_hook(partial(look, p)) for p in parameters if not isinstance(p, DTensor)]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
         """The gradient of the step after ``step`` steps is summed; this rank's part of it.
@@ -159,7 +201,7 @@ class NonFiniteChecks:
         saved = "no checkpoint was saved before" if good is None else f"the last checkpoint is that of step {good}"
         raise NonFiniteError(
             f"{text}; {saved}. Look at the data and the learning rate, or continue anyway with "
-            "Run(on_nan='warn') or 'ignore'"
+            f"Run(on_nan='warn') or 'ignore'.{_LOCATE if kind == 'gradient' and self._on_nan == 'stop' else ''}"
         )
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final, Literal
 
 import torch
@@ -190,7 +190,10 @@ class TrainStep:
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None
                 compute = self._strategy.replay if replayed else self._strategy.backward
-                with _AS_USUAL if self.replays.play is None else self.replays.watching(scaled):
+                with (
+                    _AS_USUAL if self.replays.play is None else self.replays.watching(scaled),
+                    self._locating(target, f"micro-batch {position.index} of {position.of}"),
+                ):
                     compute(scaled, weight, target, position)
             if task is not None and self._state.with_closure and not replayed:
                 self._closures.hold(HeldMicroBatch(position, task, random_state, items, weight, value.detach()))
@@ -199,7 +202,7 @@ class TrainStep:
             if not replayed:
                 self._losses.items[position.index] = items
                 weight = self._weight(share, self._widest) if weighs else None
-                with self._kernels.backward():
+                with self._kernels.backward(), self._locating(target, f"one of its {position.of} micro-batches"):
                     losses = pipeline.compute(task, weight, target, position)
                 self._take_losses(losses, position.of, target)
         if position.last:
@@ -207,6 +210,12 @@ class TrainStep:
             self._losses.divide_by_counts(target, position.step_samples)
         if len(self._state.optimizers) > 1:
             self._marker.set_phase("forward")  # of the next loss
+
+    def _locating(self, target: ParameterSet, micro_batches: str) -> AbstractContextManager[None]:
+        """See `NonFiniteChecks.locating`; in fp16 a gradient that is not finite is a loss scale that is too large."""
+        if self._precision.scales:
+            return _AS_USUAL
+        return self._finite.locating(target.parameters, self._state.name_of, self._step, micro_batches)
 
     def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition, items: Items) -> torch.Tensor:
         """The loss of this micro-batch: what the script has given, or what ``task`` computes.
