@@ -6,6 +6,7 @@ The project's file is the nearest one, from the working directory upward. Its ta
 
     [run]           settings of `Run`                    [slurm], [sge]    of job scripts
     [launch]        options of ``lockstep run``          [prices], [predict]
+    [bench], [tune], [verify], [doctor]                  options of these commands
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ from lockstep.settings import ResolvedSettings, SettingsLayer
 FILE: Final = "lockstep.toml"
 _PYPROJECT: Final = "pyproject.toml"
 #: The tables that a file may have.
-TABLES: Final = ("run", "launch", "slurm", "sge", "prices", "predict")
+TABLES: Final = (
+    *("run", "launch", "slurm", "sge", "prices", "predict"),
+    *("bench", "tune", "verify", "doctor"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,45 @@ def test_a_file_that_changes_meanwhile_is_for_the_next_run(here):
     assert "generation 1 keep 5" in done.stdout, done
 
 
+OPTIONS = """
+[bench]
+ranks = [1, 2]
+steps = 7
+rounds = 1
+[verify]
+only = ["ranks"]
+[tune]
+workers = 3
+resume = true
+[doctor]
+quick = true
+nodes = "many"
+"""
+
+
+def test_each_command_has_options_of_its_own(here, capsys):
+    written(here / "lockstep.toml", OPTIONS)
+    assert [line.strip() for line in shown(capsys)[2].removeprefix("lockstep config show: ").splitlines()] == [
+        "lockstep.toml:10: [tune] resume: of one start, not of a project; give it on the command line",
+        "lockstep.toml:13: argument --nodes: invalid int value: 'many'",
+    ]
+    written(here / "lockstep.toml", OPTIONS.replace("resume = true\n", "").replace('"many"', "1"))
+    told = json.loads(shown(capsys, "--json")[1])
+    assert told["bench"][0] == {"option": "--ranks 1 2", "source": "lockstep.toml:3"}
+    assert told["doctor"][0] == {"option": "--quick", "source": "lockstep.toml:11"}
+    lines = [" ".join(line.split()) for line in shown(capsys)[1].splitlines()]
+    assert lines[lines.index("options of lockstep tune:") + 1] == "--workers 3 lockstep.toml:9"
+
+
+def test_the_command_line_stands_over_the_options_of_a_file(here, capsys):
+    written(here / "lockstep.toml", "[bench]\nranks = [1]\nrounds = 0\n")
+    written(here / "train.py", SCRIPT_OF_STEPS)
+    assert cli.main(["bench", "train.py"]) == 2
+    assert "--rounds 0: it must be at least 1" in capsys.readouterr().err
+    assert cli.main(["bench", "--rounds", "1", "--steps", "0", "train.py"]) == 2
+    assert "--steps 0: it must be at least 1" in capsys.readouterr().err
+
+
 def test_commands_that_start_runs_of_their_own_read_the_same_file_and_no_options(here):
     written(here.parent / "lockstep.toml", "[run]\nseed = 5\n[launch]\nnnodes = 2\n")
     written(here / "train.py", SCRIPT_OF_STEPS)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Final, NamedTuple, TypeVar
 
+from lockstep.cli.bench import bench_options
 from lockstep.cli.command import Command, Parser
+from lockstep.cli.doctor import doctor_options
 from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.run_options import run_options
+from lockstep.cli.tune import tune_options
+from lockstep.cli.verify import verify_options
 from lockstep.cpython_private import actions_of
 from lockstep.errors import SettingError
 from lockstep.formatting import did_you_mean, harmless
@@ -25,41 +30,56 @@ T = TypeVar("T")
 _ONCE = frozenset(("help", "set", "module", "no-python", "attach", "fault", "fit", "fresh", "resume", "resume-from"))
 
 
-class LaunchOption(NamedTuple):
-    """An option of ``lockstep run`` that a file gives."""
+#: The commands whose options files give, each with the table of its options, and with all of them.
+_OPTIONS_OF: Final[dict[str, tuple[str, Callable[[], Parser]]]] = {
+    "run": ("launch", run_options),
+    "bench": ("bench", bench_options),
+    "tune": ("tune", tune_options),
+    "verify": ("verify", verify_options),
+    "doctor": ("doctor", doctor_options),
+}
+
+
+class FileOption(NamedTuple):
+    """An option of a command that a file gives."""
 
     words: list[str]
     place: str
 
 
-def launch_words(options: argparse.ArgumentParser) -> list[str]:
-    """The words that the files' tables ``[launch]`` put before those of a command line, which may say otherwise.
+def file_words(command: str) -> list[str]:
+    """The words that the files put before those of the command line of ``command``, which may say otherwise.
 
     What is true in a file cannot be taken back. The ranks of this launcher have the settings that the files give now.
 
     Raises:
-        SettingError: as `launch_options` does.
+        SettingError: as `file_options` does.
     """
-    freeze_settings(os.environ)
-    if os.environ.pop(BARE, ""):
+    if command == "run":
+        freeze_settings(os.environ)
+        if os.environ.pop(BARE, ""):
+            return []
+    elif command not in _OPTIONS_OF:
         return []
-    return [word for option in launch_options(project_files(os.environ), options) for word in option.words]
+    return [word for option in file_options(project_files(os.environ), command) for word in option.words]
 
 
-def launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParser) -> list[LaunchOption]:
-    """The options of ``lockstep run`` that ``files`` give; ``options`` are all that there are.
+def file_options(files: Sequence[ProjectFile], command: str) -> list[FileOption]:
+    """The options of ``command`` that ``files`` give.
 
     Raises:
-        SettingError: for unknown options and values that cannot be used, all of them at once.
+        SettingError: for unknown tables and options and for values that cannot be used, all of them at once.
     """
+    table, options_of = _OPTIONS_OF[command]
+    options = options_of()
     known = {name: action for action in actions_of(options) for name in action.option_strings if name.startswith("--")}
-    found: dict[str, LaunchOption] = {}
+    found: dict[str, FileOption] = {}
     wrong = unknown_tables(files)
     for file in reversed(files):
-        for key, value in file.table("launch").items():
-            option, place = f"--{key.replace('_', '-')}", file.place("launch", key)
+        for key, value in file.table(table).items():
+            option, place = f"--{key.replace('_', '-')}", file.place(table, key)
             try:
-                found[option] = LaunchOption(_words(option, value, known), place)
+                found[option] = FileOption(_words(command, option, value, known), place)
                 options.parse_known_args(found[option].words)
             except SettingError as error:
                 wrong.append(f"{place}: {error}")
@@ -68,21 +88,28 @@ def launch_options(files: Sequence[ProjectFile], options: argparse.ArgumentParse
     return list(found.values())
 
 
-def _words(option: str, value: Any, known: dict[str, argparse.Action]) -> list[str]:
+def _words(command: str, option: str, value: Any, known: dict[str, argparse.Action]) -> list[str]:
     name = option[2:]
-    if name.replace("-", "_") in {field.name for field in fields(Settings)}:
-        raise SettingError(f"[launch] {name}: a setting of the run; write it under [run]")
+    shown = f"[{_OPTIONS_OF[command][0]}] {name}"
+    if command == "run" and name.replace("-", "_") in {field.name for field in fields(Settings)}:
+        raise SettingError(f"{shown}: a setting of the run; write it under [run]")
     if name in _ONCE:
-        raise SettingError(f"[launch] {name}: of one start, not of a project; give it on the command line")
+        raise SettingError(f"{shown}: of one start, not of a project; give it on the command line")
     if option not in known:
         offered = [one for one in known if one[2:] not in _ONCE]
-        raise SettingError(f"[launch] {name}: lockstep run has no such option; {did_you_mean(option, offered)}")
-    has_value = known[option].nargs != 0
-    if isinstance(value, bool) and not has_value:
+        raise SettingError(f"{shown}: lockstep {command} has no such option; {did_you_mean(option, offered)}")
+    takes = known[option].nargs
+    if isinstance(value, bool) and takes == 0:
         return [option] if value else []
-    if isinstance(value, str | int | float) and not isinstance(value, bool) and has_value:
-        return [option, str(value)]
-    raise SettingError(f"[launch] {name} = {value!r}: give {'a text or a number' if has_value else 'true or false'}")
+    values = value if isinstance(value, list) and takes == "+" else [value]
+    if (
+        values
+        and takes != 0
+        and all(isinstance(one, str | int | float) and not isinstance(one, bool) for one in values)
+    ):
+        return [option, *map(str, values)]
+    wanted = "true or false" if takes == 0 else "a list of texts or numbers" if takes == "+" else "a text or a number"
+    raise SettingError(f"{shown} = {value!r}: give {wanted}")
 
 
 def _show_options() -> Parser:
@@ -104,8 +131,8 @@ def _show(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     files = project_files(os.environ)
     wrong: list[str] = []
     resolved = _or_note(wrong, lambda: resolve_settings({}, os.environ))
-    options = _or_note(wrong, lambda: launch_options(files, run_options()))
-    if resolved is None or options is None:
+    options = {command: _or_note(wrong, partial(file_options, files, command)) or [] for command in _OPTIONS_OF}
+    if resolved is None or wrong:
         raise SettingError("\n  ".join(dict.fromkeys(line for text in wrong for line in text.split("\n  "))))
     if parsed.json:
         shown = {
@@ -113,7 +140,9 @@ def _show(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             "settings": {
                 name: {"value": value, "source": resolved.sources[name]} for name, value in resolved.as_dict().items()
             },
-            "launch": [{"option": " ".join(option.words), "source": option.place} for option in options],
+        } | {
+            _OPTIONS_OF[command][0]: [{"option": " ".join(option.words), "source": option.place} for option in given]
+            for command, given in options.items()
         }
         print(json.dumps(shown, indent=1))
     else:
@@ -130,7 +159,7 @@ def _or_note(wrong: list[str], read: Callable[[], T]) -> T | None:
         return None
 
 
-def _lines(files: Sequence[ProjectFile], resolved: Any, options: Sequence[LaunchOption]) -> Iterator[str]:
+def _lines(files: Sequence[ProjectFile], resolved: Any, options: Mapping[str, Sequence[FileOption]]) -> Iterator[str]:
     found = {file.of: str(file.path) for file in files}
     for of in ("project", "user"):
         yield f"{of + ':':<9}{found.get(of, 'no file')}"
@@ -138,9 +167,12 @@ def _lines(files: Sequence[ProjectFile], resolved: Any, options: Sequence[Launch
         (f"{name} = {'' if value is None else value}", resolved.sources[name])
         for name, value in resolved.as_dict().items()
     ]
-    launched = [(" ".join(option.words), option.place) for option in options if option.words]
-    width = max(len(what) for what, _ in (*rows, *launched)) + 2
-    for head, some in (("settings", rows), ("options of lockstep run", launched)):
+    given = {
+        f"options of lockstep {command}": [(" ".join(one.words), one.place) for one in some if one.words]
+        for command, some in options.items()
+    }
+    width = max(len(what) for some in (rows, *given.values()) for what, _ in some) + 2
+    for head, some in (("settings", rows), *given.items()):
         if some:
             yield from ("", f"{head}:", *(f"  {what:<{width}}{source}" for what, source in some))
 

@@ -21,7 +21,7 @@ import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
-from lockstep.cli.config import launch_options, launch_words
+from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.fit import fitting_micro_batch
 from lockstep.cli.moment import moment
@@ -113,8 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = COMMANDS[name]
         options = command.options()
         fix_project(os.environ)
-        if name == "run" and not {"-h", "--help"} & {*rest[:1]}:
-            rest = [*launch_words(options), *rest]
+        if not {"-h", "--help"} & {*rest[:1]}:
+            rest = [*file_words(name), *rest]
         parsed, unknown = options.parse_known_args(rest)
         if unknown:
             raise SettingError(_advice(unknown[0], command))
@@ -284,7 +284,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
     files = project_files(os.environ)
-    launch_options(files, run_options())  # which the job will read
+    file_options(files, "run")  # which the job will read
     site = job_script.site_defaults(scheduler, files)
     request = job_script.checked(request.with_defaults(site))
     run = _given(run_options(), parsed)

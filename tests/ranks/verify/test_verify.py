@@ -14,6 +14,7 @@ from lockstep.cli import main
 from lockstep.cli.verify import said_of
 from lockstep.launch import Script, sources_hash
 from planted import FAULTS, MARK, SCRIPT, VARIES, Planted
+from tiny_voc import write_voc
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -166,27 +167,67 @@ def test_a_script_in_plain_torch(tmp_path, monkeypatch, seed, load, way, says):
     assert os.listdir(tmp_path) == ["plain.py"]
 
 
-#: Those that train by `Run` in a loop, with arguments that make them small.
+MIGRATIONS = EXAMPLES.parent / "tests" / "promises" / "migrations" / "after"
+#: Scripts that train by `Run` in a loop, and those of the migrations.
 CLEAN = {
-    "contrastive.py": (),
-    "digits.py": (),
-    "finetune.py": (),
-    "gan.py": (),
-    "gpt.py": ("--quick",),
-    "streaming.py": (),
-    "uneven.py": (),
-    "vision.py": (),
-    "vit.py": (),
+    **{name: EXAMPLES / f"{name}.py" for name in ("contrastive", "digits", "embedding", "finetune", "gan", "gpt")},
+    **{name: EXAMPLES / f"{name}.py" for name in ("reinforcement", "segmentation", "streaming", "uneven", "vit")},
+    **{f"migrated {name}": MIGRATIONS / f"{name}.py" for name in ("classifier", "gan", "gpt", "lstm", "vae")},
 }
+SMALL = {
+    "gpt": ("--quick",),
+    "segmentation": [
+        "--backbone",
+        "mobilenet_v3_large",
+        "--crop",
+        "33",
+        "--canvas",
+        "72",
+        "--global-batch",
+        "4",
+        "--micro-batch",
+        "2",
+    ],
+}
+#: Loops of docs/loops.md, as scripts of their own.
+LOOPS = (
+    "average_of_weights",
+    "batch_sampler",
+    "count_of_tokens",
+    "early_stopping_by_hand",
+    "gradient_penalty",
+    "plateau",
+    "replay_buffer",
+    "steps",
+    "two_loaders_zipped",
+    "two_optimizers",
+    "unfreezing",
+    "weighted_stream",
+)
+
+
+def verified(tmp_path, script, *arguments):
+    """Run the command on a script that is right."""
+    command = [sys.executable, "-m", "lockstep", "verify", script, "--out", tmp_path / "verify.json", "--", *arguments]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", CLEAN)
-def test_an_example_is_the_same_in_all_ways(tmp_path, name):
-    out = tmp_path / "verify.json"
-    command = [sys.executable, "-m", "lockstep", "verify", EXAMPLES / name, "--out", out, "--", *CLEAN[name]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_right_script_is_the_same_in_all_ways(tmp_path, name):
+    arguments = list(SMALL.get(name, ()))
+    if name == "segmentation":
+        arguments += ["--data", str(write_voc(tmp_path, train=24, val=4))]
+    verified(tmp_path, CLEAN[name], *arguments)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_right_loop_is_the_same_in_all_ways(tmp_path, name):
+    (tmp_path / "train.py").write_text(f"import loop_shapes\n\nloop_shapes.{name}()\n")
+    verified(tmp_path, "train.py")
 
 
 def test_the_script_has_a_place_for_each_line():
