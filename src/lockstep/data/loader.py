@@ -26,9 +26,8 @@ from lockstep.data.iterable.iterable_dataset import StreamShare, refuse_unequal
 from lockstep.data.iterable.iterable_loader import IterableLoader
 from lockstep.data.iterable.stream_agreement import Agree
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.shards.shard_order import ShardOrder
 from lockstep.data.shards.shard_streams import shard_stream_of
-from lockstep.data.shards.sharded_dataset import ShardedSamples, is_sharded
+from lockstep.data.shards.sharded_dataset import ShardedSamples, ShardOrder, is_sharded
 from lockstep.data.workers import CollateFunction, WorkerOptions
 from lockstep.errors import DataError, UsageError
 

@@ -35,8 +35,7 @@ from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.memory_files import emergency_memory
 from lockstep.launch.run_dir.run_directory import MARK, Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
-from lockstep.launch.schedulers.remote_start import run_start_commands
-from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
+from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.terminal.console import Screen
 from lockstep.launch.workers.fork_server_client import open_fork_server

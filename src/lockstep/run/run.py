@@ -48,8 +48,7 @@ from lockstep.run.metrics.run_log import RunLog, common_numbers
 from lockstep.run.metrics.trial_reports import TrialReports
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
-from lockstep.run.recovery.point_marks import PointMarks
-from lockstep.run.recovery.resume_point import ResumePoint
+from lockstep.run.recovery.resume_point import PointMarks, ResumePoint
 from lockstep.run.setup.identity import compare_draws
 from lockstep.run.setup.missing_names import no_attribute, refusing_unknown_arguments
 from lockstep.run.setup.registration import GivenModel, Registration

@@ -58,8 +58,14 @@ from lockstep.strategies.parameter_server.served_strategy import (
     require_everything,
     sum_of,
 )
-from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
-from lockstep.strategies.parameter_server.table_construction import TablePart, construct
+from lockstep.strategies.parameter_server.table_construction import (
+    TablePart,
+    construct,
+    find_tables,
+    own_rows,
+    place_rest,
+    restore_unserved,
+)
 from lockstep.strategies.parts.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
