@@ -157,7 +157,7 @@ class JsonRecord:
         return from_known(cls, object_from(text))
 
 
-def of_kind(kind: Any, value: Any, name: str = "a value") -> Any:
+def of_kind(kind: object, value: object, name: str = "a value") -> Any:
     """``value``, as JSON has it, as the type ``kind``: lists become tuples where that is a tuple.
 
     Raises:

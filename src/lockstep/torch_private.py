@@ -168,7 +168,7 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     return noted
 
 
-def note_learning_rates(scheduler: Any, rates: list[Any]) -> None:
+def note_learning_rates(scheduler: object, rates: list[Any]) -> None:
     """Let `get_last_lr` of a scheduler give ``rates``; a scheduler of another library may have none."""
     if hasattr(scheduler, "_last_lr"):
         scheduler._last_lr = rates

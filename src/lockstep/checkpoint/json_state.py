@@ -89,7 +89,7 @@ def _shown(path: str) -> str:
     return repr(path.removeprefix("/")) if path else "its root"
 
 
-def decode(value: Any, tensors: Sequence[object]) -> Tree:
+def decode(value: object, tensors: Sequence[object]) -> Tree:
     """What `encode` was given, with ``tensors`` in their places.
 
     Raises:

@@ -45,18 +45,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def as_owned_shards(value: Any) -> Any:
+def as_owned_shards(value: object) -> Any:
     """``value``, nested dicts, lists and tuples, with each tensor as a `TensorShard` that this rank alone holds."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: TensorShard.whole(tensor.detach()), value)
 
 
-def as_absent_shards(value: Any) -> Any:
+def as_absent_shards(value: object) -> Any:
     """``value``, nested likewise, with each tensor or `TensorShard` as one of which this rank holds nothing."""
     held = (torch.Tensor, TensorShard)
     return pytree.tree_map_only(held, lambda one: TensorShard.absent(tuple(one.shape), one.dtype), value)
 
 
-def gather_on_leader(group: Group, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def gather_on_leader(group: Group, state: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
     """Each item of ``state`` with its name: on the leader, whole and on the CPU; on other ranks, nothing.
 
         rank 0   w[0:3] ──► w   ──► taken ──► forgotten     b ──► taken ...

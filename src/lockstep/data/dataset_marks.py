@@ -94,7 +94,7 @@ def _is_mapped(array: Any) -> bool:
     return isinstance(array, mmap.mmap)
 
 
-def _attributes_of(value: Any) -> list[Any]:
+def _attributes_of(value: object) -> list[Any]:
     if issubclass(type(value), type | FunctionType):
         return []
     try:
@@ -143,12 +143,12 @@ def _is_own(name: str, item: object) -> bool:
     return not name.startswith("__") or issubclass(type(item), FunctionType)
 
 
-def _function_of(item: Any) -> Any:
+def _function_of(item: object) -> Any:
     """The function behind a method that is declared in another way."""
     if isinstance(item, staticmethod | classmethod):
         return item.__func__
     return item.fget if isinstance(item, property) else item
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_foreign(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _FOREIGN

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
@@ -38,8 +37,8 @@ def open_order(
     seed: int,
     shuffle: bool | None,
     collate_fn: CollateFunction | None = None,
-    sampler: Iterable[Any] | None = None,
-    batch_sampler: Iterable[Any] | None = None,
+    sampler: Iterable[object] | None = None,
+    batch_sampler: Iterable[object] | None = None,
     order: OrderFunction | None = None,
 ) -> Order | None:
     """In which order ``dataset`` is visited; None for an iterable data set, which has its own order.

@@ -124,7 +124,7 @@ class Watch:
             self._watching.close()
         self._write()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
         if self._unused is not None:
             return
         learning = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -140,7 +140,7 @@ class Watch:
         self._wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._write()  # it may fail in the next step
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
         self._steps += 1
         self._now.steps += 1
         if self._steps <= _TIMED:
@@ -155,7 +155,7 @@ class Watch:
     def _count(self) -> None:
         self._now.reductions += 1
 
-    def _pass_over(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    def _pass_over(self, loader: DataLoader[Any], batches: Iterator[object]) -> Iterator[Any]:
         """What ``loader`` would give, but for most of it."""
         if sum(bool(each.steps) for each in self._passes) >= _MOST_PASSES:
             raise SystemExit(0)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
@@ -106,12 +106,12 @@ def launch(
     main: Callable[..., T],
     ranks: int | str | None = None,
     *,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     fresh: bool = False,
     max_restarts: int = 0,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     grace_s: float = 10.0,
     hang_after_s: float | None = None,
     on_hang: OnHang | None = None,

@@ -179,7 +179,7 @@ def _models_of(checkpoint: CheckpointReader) -> list[ModelState]:
     return models + [_model_state(name, _about_kept(about), averaged_state(state)) for name, state in kept.items()]
 
 
-def _model_state(name: str, about: SavedModel, state: Mapping[str, Any]) -> ModelState:
+def _model_state(name: str, about: SavedModel, state: Mapping[str, object]) -> ModelState:
     tensors = {key: value for key, value in state.items() if isinstance(value, TensorRecord)}
     return ModelState(name, about, tensors, {key: value for key, value in state.items() if key not in tensors})
 

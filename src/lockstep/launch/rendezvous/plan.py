@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from typing import Any, Final, Literal, Self
+from typing import Final, Literal, Self
 
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.records import JsonRecord, from_known, object_from
@@ -191,7 +191,7 @@ class NodeRecord:
     endings_of: int = -1  #: the generation of ``endings``
     endings: tuple[RankExit, ...] = ()
 
-    def update(self, record: Mapping[str, Any], now_s: float) -> NodeRecord:
+    def update(self, record: Mapping[str, object], now_s: float) -> NodeRecord:
         """The record after ``record`` was read.
 
         Raises:

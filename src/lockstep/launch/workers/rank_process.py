@@ -491,7 +491,7 @@ def refuse_nested_ranks() -> None:
 
 
 def _refuse(module: ModuleType) -> None:
-    def start_processes(fn: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    def start_processes(fn: object, *args: object, **kwargs: object) -> NoReturn:
         name = getattr(fn, "__name__", "main")
         raise UsageError(
             "the script starts ranks of its own by torch.multiprocessing, and lockstep run has started this rank "

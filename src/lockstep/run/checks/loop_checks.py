@@ -202,7 +202,9 @@ class LoopChecks:
         ):
             raise UsageError(WITHOUT_DDP)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         if self.run_steps:
             return
         known = {id(p) for model in self._state.models for p in model.parameters()}

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
-from typing import Any, Final
+from typing import Final
 
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data, MicroBatchLoader, TorchLoader
@@ -231,7 +231,9 @@ class TrainingLoop:
         self._position.is_left = True
         self._context.leaves.leave("left the loop over run.train(...)", self._position.progress.step)
 
-    def step(self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers) -> bool:
+    def step(
+        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+    ) -> bool:
         """`backward` and `update`; returns whether the step is complete. Collective at the last micro-batch."""
         if count is None:
             self._left_out.refuse()
@@ -239,7 +241,7 @@ class TrainingLoop:
         return self.update(optimizer)
 
     def backward(
-        self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
         """The backward pass of a micro-batch; returns whether it was the last one of the step on this rank.
 

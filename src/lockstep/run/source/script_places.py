@@ -48,7 +48,7 @@ class Place(NamedTuple):
             return id(self.owner), self.name
         return id(self._replace(attributes=self.attributes[:-1]).value(None)), self.attributes[-1]
 
-    def value(self, variables: Mapping[str, Any] | None) -> object:
+    def value(self, variables: Mapping[str, object] | None) -> object:
         """What is there now, or `NOTHING`; ``variables`` are those of the frame that is its owner."""
         value = variable_at(self.owner, self.name) if variables is None else variables.get(self.name, NOTHING)
         for name in self.attributes:

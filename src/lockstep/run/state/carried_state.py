@@ -45,7 +45,7 @@ class CarriedState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._in_body()[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._in_body()[name] = value
 
     def __delitem__(self, name: str) -> None:

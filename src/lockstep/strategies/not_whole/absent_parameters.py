@@ -32,7 +32,7 @@ class AbsentParameter(torch.Tensor):
     _draws: TorchDispatchMode
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         """Call ``func``, and draw what it draws.
 
         Raises:

@@ -367,7 +367,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._construction: Final = construction
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         kwargs = kwargs or {}
         with without_torch_function(of_modes=True):
             return self._run(func, args, kwargs)

@@ -111,7 +111,7 @@ class ServedTable:
         weight = self.module.weight.detach()
         return weight[(rows - self.rows.start).to(weight.device)].cpu()
 
-    def look_up(self, fetch: Fetch, inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
+    def look_up(self, fetch: Fetch, inputs: Sequence[object], named: Mapping[str, object]) -> torch.Tensor:
         """What the module's forward pass returns, also that of a class of the user's.
 
         Args:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -297,7 +297,7 @@ class Hybrid(SyncServers):
                 flat, counts = out.tensor_split([-len(used)])
                 set_gradients(bucket, flat, {bucket.places[i] for i in counts.nonzero().flatten().tolist()})
 
-    def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
+    def _look_up(self, number: int, *inputs: object, **named: object) -> torch.Tensor:
         """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")

@@ -357,7 +357,7 @@ class Pipeline(LossStrategy):
         return [found[number] for number in sorted(found)]
 
     def _forward_through_stages(
-        self, inputs: Sequence[Any], random: torch.Tensor, interfaces: dict[int, StageInterface]
+        self, inputs: Sequence[object], random: torch.Tensor, interfaces: dict[int, StageInterface]
     ) -> Any:
         """Compute the stages one after the other; the output, on the last stage's rank, else None.
 

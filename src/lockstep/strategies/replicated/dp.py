@@ -89,7 +89,7 @@ class GpuDataParallel:
         self._module: Final = module
         self._devices: Final = devices
 
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
+    def __call__(self, *inputs: object, **more: object) -> Any:
         """As torch's DataParallel does it."""
         # A copy that shares all tensors, and that is called as it is.
         twin = copy.copy(self._module)
@@ -103,7 +103,7 @@ class CpuDataParallel:
         self._module: Final = module
         self._threads: Final = threads
 
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
+    def __call__(self, *inputs: object, **more: object) -> Any:
         """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
         parts = _divided((inputs, more), self._threads)
         if len(parts) < 2:
@@ -123,7 +123,7 @@ class CpuDataParallel:
             return _joined(list(pool.map(compute, modules, parts)))
 
 
-def _divided(value: Any, into: int) -> list[Any]:
+def _divided(value: object, into: int) -> list[Any]:
     """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
 
     def of_thread(number: int) -> Any:

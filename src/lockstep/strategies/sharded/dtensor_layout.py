@@ -82,7 +82,7 @@ class DTensorLayout(StateLayout):
         """Load this rank's rows: a state of its parameter's shape is divided like the parameter."""
         load_states(optimizer, state, self._to_dtensor)
 
-    def _to_shard(self, value: Any) -> Any:
+    def _to_shard(self, value: object) -> Any:
         if not isinstance(value, DTensor):
             return value
         if value.placements == _WHOLE:  # such as what an optimizer keeps of the means of rows
@@ -119,11 +119,11 @@ class DTensorLayout(StateLayout):
         return value.rows(first, end) if isinstance(value, StoredTensor) else value[first:end]
 
 
-def _is_divided_as(like: Any, value: Any) -> bool:
+def _is_divided_as(like: object, value: object) -> bool:
     return isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _beside(value: Any, like: Any) -> Any:
+def _beside(value: object, like: object) -> Any:
     """``value``, of which every rank has the whole, to compute with beside ``like``, if that is divided.
 
     Torch does so by itself with numbers.

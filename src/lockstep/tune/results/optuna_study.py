@@ -206,7 +206,7 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(encoded(value))
 
 
-def _within(plain: Any, distribution: BaseDistribution) -> Any:
+def _within(plain: object, distribution: BaseDistribution) -> Any:
     """``plain``, of which rounding may have made more than the last of the steps that Optuna counts as decimals."""
     return min(plain, distribution.high) if isinstance(plain, float) and hasattr(distribution, "high") else plain
 
