@@ -55,6 +55,6 @@ def map_leaves(
     return function(value)
 
 
-def like_row(row: Any, items: list[Any]) -> Any:
+def like_row(row: Any, items: list[Any]) -> object:
     """``items`` in a list or tuple of the type of ``row``, be it a named one."""
     return getattr(type(row), "_make", type(row))(items)

@@ -416,7 +416,7 @@ class ResolvedSettings:
                 sources[name] = source
         return cls(Settings(**values), sources)
 
-    def from_outside(self, name: str) -> Any:
+    def from_outside(self, name: str) -> object:
         """The value of a setting that the command line or the environment gave; None: neither did."""
         return getattr(self.values, name) if self.sources[name] in ("command line", "environment") else None
 

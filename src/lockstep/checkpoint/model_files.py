@@ -62,7 +62,7 @@ class SavedModel:
         return {"class": self.class_name, "files": dict(self.files)}
 
 
-def averaged_state(state: Mapping[str, object]) -> Mapping[str, Any]:
+def averaged_state(state: Mapping[str, object]) -> Mapping[str, object]:
     """The state of the model that an `AveragedModel` averages, if ``state`` is of one; any other state as it is."""
     if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
         return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}

@@ -84,7 +84,7 @@ class NextStepFile:
                 self._disk.close(file)
 
 
-def read_next_step(path: Path, disk: FileSystem) -> dict[str, Any] | None:
+def read_next_step(path: Path, disk: FileSystem) -> dict[str, object] | None:
     """What the checkpoint in ``path`` says of the step after it; None if that is not there, or not in full."""
     try:
         if not 0 <= disk.size(path / NEXT_STEP) <= MOST_BYTES:

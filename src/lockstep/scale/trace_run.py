@@ -152,5 +152,5 @@ def _bar(axes: Any, span: Span, lane: float, colour: str, hatch: str | None = No
     )
 
 
-def _patch(axes: Any, name: str, colour: str) -> Any:
+def _patch(axes: Any, name: str, colour: str) -> object:
     return axes.barh(0, 0, color=colour, hatch="///" if name == "exposed" else None, edgecolor="white", label=name)

@@ -47,7 +47,7 @@ class PlainRecorder:
         plain_backward: Callable[..., None] = torch.Tensor.backward
         recorder = self
 
-        def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+        def batches(loader: DataLoader[Any]) -> Iterator[object]:
             for batch in plain_iter(loader):
                 recorder._play.note_all(recorder._name("batch"), batch)
                 yield batch

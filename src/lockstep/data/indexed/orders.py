@@ -275,7 +275,7 @@ def generator_of(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, "order", epoch))
 
 
-def _batches_of(name: str, sampler: UserSampler) -> Iterator[Any]:
+def _batches_of(name: str, sampler: UserSampler) -> Iterator[object]:
     for batch in sampler:
         if isinstance(batch, int | np.integer) or (isinstance(batch, Tensor) and not batch.dim()):
             raise DataError(

@@ -117,7 +117,7 @@ def to_device(data: Data, device: torch.device) -> Data:
 def pinned(data: Data) -> Data:
     """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
 
-    def one_pinned(leaf: Any) -> Any:
+    def one_pinned(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             return leaf
         return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf

@@ -317,7 +317,7 @@ def _bit_sum(tensor: torch.Tensor, first: int) -> int | torch.Tensor:
     return (sums * (2 * torch.arange(first, first + len(sums), device=sums.device) + 1)).sum()
 
 
-def _together(parts: Iterator[Mapping[str, object]]) -> dict[str, Any]:
+def _together(parts: Iterator[Mapping[str, object]]) -> dict[str, object]:
     found = {index: value for part in parts for index, value in part.items()}
     return {index: found[index] for index in sorted(found, key=int)}
 

@@ -50,7 +50,7 @@ class SeenContents(NamedTuple):
     seen: SeenSamples
     changes: bool  #: whether something else was seen as an earlier pass began, as where the script makes new data
 
-    def as_list(self) -> list[Any]:
+    def as_list(self) -> list[object]:
         """Plain values, for a checkpoint."""
         return [self.epoch, self.seen.indices, self.seen.checksum, self.changes]
 

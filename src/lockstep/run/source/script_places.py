@@ -116,7 +116,7 @@ def variable_at(owner: object, name: str) -> object:
     return owner.get(name, NOTHING) if name and isinstance(owner, dict) else owner
 
 
-def attributes_of(value: object) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, object]:
     """What an object has by itself, and not from its class."""
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")

@@ -83,7 +83,7 @@ class CarriedState(MutableMapping[str, Any]):
         return self._used
 
     @property
-    def current(self) -> Mapping[str, Any]:
+    def current(self) -> Mapping[str, object]:
         """What the current micro-batch carries to the next step so far; empty outside of the body."""
         return {} if self._current is None or not self._used else self._current
 

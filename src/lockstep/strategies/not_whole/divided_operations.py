@@ -191,7 +191,7 @@ def _call(op: Any, args: object, kwargs: object) -> Any:
         return handler(group, op, args, kwargs)
 
 
-def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+def _by_torch(op: Any, args: Any, kwargs: Any) -> object:
     handler = _of_torch.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
@@ -254,7 +254,7 @@ def _power(group: Group, op: object, args: Any, kwargs: object) -> Any:
     return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)
 
 
-def _scaled_sum(group: Group, op: object, args: object, kwargs: Any) -> Any:
+def _scaled_sum(group: Group, op: object, args: object, kwargs: Any) -> object:
     types = {value.dtype.itemsize for value in pytree.tree_leaves(args) if isinstance(value, DTensor)}
     is_exact = kwargs.get("alpha", 1) == 1 or min(types) > 2
     return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)

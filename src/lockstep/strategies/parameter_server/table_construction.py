@@ -77,7 +77,7 @@ class TablePart(torch.Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         kwargs = kwargs or {}
         tables = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, TablePart)]
         table, first = tables[0], args[0] if args else None
@@ -185,7 +185,7 @@ class _Allocations(TorchFunctionMode):
         """Whether ``tensor`` has that memory."""
         return self._last is not None and storage_key(tensor) == self._last.cdata
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func in (torch.empty, torch.empty_like):
             self._last = None if result.is_meta else StorageWeakRef(result.untyped_storage())

@@ -241,7 +241,7 @@ class Pipeline(LossStrategy):
         self._made = model = made_apart(makers, weights, own, self._context.group)
         return model
 
-    def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
+    def _evaluate(self, inputs: tuple[Any, ...]) -> object:
         """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
         device = self._context.group.device
         before = random_state(device)

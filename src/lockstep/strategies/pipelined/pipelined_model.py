@@ -32,7 +32,7 @@ class PipelinedCall:
         self._model: Final = model
         self._evaluate: Final = evaluate
 
-    def __call__(self, *inputs: object) -> Any:
+    def __call__(self, *inputs: object) -> object:
         """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
 
         Raises:

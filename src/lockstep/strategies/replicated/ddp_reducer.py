@@ -137,7 +137,7 @@ class DdpReducer:
         if self._ddp is not None:
             rebuild_buckets(self._ddp)
 
-    def inside_forward(self) -> AbstractContextManager[Any]:
+    def inside_forward(self) -> AbstractContextManager[object]:
         """A context for a forward pass: what torch.compile compiles in it is cut where buckets end."""
         return nullcontext() if self._ddp is None else inside_forward(self._ddp)
 

@@ -180,8 +180,7 @@ def parse(spec: str, objectives: int = 1) -> AlgorithmFactory:
             f"algorithm={spec!r} minimises one loss, the objective has {objectives}; give "
             f"{', '.join(MULTI_OBJECTIVE)}, or return one loss"
         )
-    factory: AlgorithmFactory = read_options(f"algorithm {name}", _FACTORIES[name], options)
-    return factory
+    return read_options(f"algorithm {name}", _FACTORIES[name], options)
 
 
 class Distinct:

@@ -223,7 +223,7 @@ def _count(dimensions: Mapping[str, Dimension]) -> float:
     return product
 
 
-def _to_json(dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
+def _to_json(dimensions: Mapping[str, Dimension]) -> dict[str, object]:
     written: dict[str, Any] = {}
     for name, dimension in dimensions.items():
         if isinstance(dimension, Choice):
