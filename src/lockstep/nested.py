@@ -34,7 +34,9 @@ def leaves(value: object, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda value: False) -> Any:
+def map_leaves(
+    function: Callable[[Any], Any], value: object, is_leaf: Callable[[Any], bool] = lambda value: False
+) -> Any:
     """``value`` with ``function`` of each of its leaves, in new lists, tuples and mappings.
 
     What ``is_leaf`` is true of is a leaf, too. A `UserDict`, such as a tokenizer's, is copied with all it is and has.
@@ -53,6 +55,6 @@ def map_leaves(function: Callable[[Any], Any], value: Any, is_leaf: Callable[[An
     return function(value)
 
 
-def like_row(row: Any, items: list[Any]) -> Any:
+def like_row(row: Any, items: list[Any]) -> object:
     """``items`` in a list or tuple of the type of ``row``, be it a named one."""
     return getattr(type(row), "_make", type(row))(items)

@@ -87,7 +87,7 @@ def table(name: str, files: Sequence[ProjectFile]) -> dict[str, Any]:
     return {key: value for file in reversed(files) for key, value in file.table(name).items()}
 
 
-def resolve_settings(given: Mapping[str, Any], env: Mapping[str, str]) -> ResolvedSettings:
+def resolve_settings(given: Mapping[str, object], env: Mapping[str, str]) -> ResolvedSettings:
     """`ResolvedSettings.resolve` of what the script gives, with the files that hold here.
 
     Below a launcher, with what they said when that was started.

@@ -157,7 +157,7 @@ class JsonRecord:
         return from_known(cls, object_from(text))
 
 
-def of_kind(kind: Any, value: Any, name: str = "a value") -> Any:
+def of_kind(kind: object, value: object, name: str = "a value") -> Any:
     """``value``, as JSON has it, as the type ``kind``: lists become tuples where that is a tuple.
 
     Raises:
@@ -180,7 +180,7 @@ def of_kind(kind: Any, value: Any, name: str = "a value") -> Any:
     return value
 
 
-def _of_parts(kind: Any, value: Any, name: str) -> Any:
+def _of_parts(kind: Any, value: Any, name: str) -> object:
     """`of_kind` for types that have parts, and for the dataclasses and enumerations of a record."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
@@ -212,7 +212,7 @@ def _of_parts(kind: Any, value: Any, name: str) -> Any:
 
 
 @functools.cache
-def _kinds(cls: type) -> Mapping[str, Any]:
+def _kinds(cls: type) -> Mapping[str, object]:
     """The types of what one can give to ``cls``, by name."""
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls) if field.init}

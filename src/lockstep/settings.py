@@ -381,7 +381,7 @@ class ResolvedSettings:
     sources: Mapping[str, str]
 
     @classmethod
-    def resolve(cls, given: Mapping[str, Any], env: Mapping[str, str], layers: Sequence[SettingsLayer] = ()) -> Self:
+    def resolve(cls, given: Mapping[str, object], env: Mapping[str, str], layers: Sequence[SettingsLayer] = ()) -> Self:
         """The settings for a run whose script gave ``given``, under the environment ``env``.
 
         Args:
@@ -418,7 +418,7 @@ class ResolvedSettings:
                 sources[name] = source
         return cls(Settings(**values), sources)
 
-    def from_outside(self, name: str) -> Any:
+    def from_outside(self, name: str) -> object:
         """The value of a setting that the command line or the environment gave; None: neither did."""
         return getattr(self.values, name) if self.sources[name] in ("command line", "environment") else None
 
@@ -435,7 +435,7 @@ class ResolvedSettings:
         return "\n".join(f"{name} = {value} ({source})" for name, value, source in self)
 
 
-def _as_text(name: str, value: Any) -> str:
+def _as_text(name: str, value: object) -> str:
     """A value of a file as a command line has it.
 
     Raises:
@@ -470,7 +470,7 @@ def parse(name: str, value: Any) -> Any:
         raise SettingError(f"{name}={value!r}: give {reader.wants}") from None
 
 
-def changed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def changed(arguments: Mapping[str, object]) -> dict[str, Any]:
     """Those of ``arguments`` that are settings and are not left at their defaults; a path as its text."""
     plain = {n: os.fspath(v) if isinstance(v, os.PathLike) else v for n, v in arguments.items() if n in _FIELDS}
     return {name: value for name, value in plain.items() if value != _FIELDS[name].default}

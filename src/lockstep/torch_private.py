@@ -156,7 +156,7 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 STEP_HOOKS: Final = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, object], MutableMapping[int, object]]:
     """The hooks before and after ``optimizer.step()`` by their numbers. Without it, the script's hooks are not seen."""
     before, after = (getattr(optimizer, name, {}) for name in STEP_HOOKS)
     return before, after
@@ -168,7 +168,7 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     return noted
 
 
-def note_learning_rates(scheduler: Any, rates: list[Any]) -> None:
+def note_learning_rates(scheduler: object, rates: list[Any]) -> None:
     """Let `get_last_lr` of a scheduler give ``rates``; a scheduler of another library may have none."""
     if hasattr(scheduler, "_last_lr"):
         scheduler._last_lr = rates
@@ -270,7 +270,7 @@ def op_dispatcher(dtensor: Any) -> Any:
     return dtensor._op_dispatcher
 
 
-def custom_handlers(dispatcher: Any) -> dict[Any, Any]:
+def custom_handlers(dispatcher: Any) -> dict[Any, object]:
     """The operations that `op_dispatcher` hands to functions of ours before it looks anywhere else.
 
     Without this table, operations on divided parameters give torch's errors, or in places what is wrong.

@@ -23,7 +23,7 @@ from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
-from lockstep.strategies.replicated.ddp_buckets import align_gradients
+from lockstep.strategies.replicated.ddp_reducer import align_gradients
 
 BUCKET = 25 << 20  # bytes
 HOST_US = 6.0

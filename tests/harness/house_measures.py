@@ -7,7 +7,8 @@ Everything is read from the syntax tree; nothing of the package is imported. The
 
 lines, files            physical lines and ``.py`` files
 statements              nodes of the syntax tree that are statements, without docstrings; and how many to a line of code
-small, one importer     files of fewer than 100 lines that one other file imports; those are often a part of that one
+small, one importer     files of fewer than 100 lines that one other file imports; those are often a part of that one.
+                        The door of a package (``__init__.py``) is a part of no other file, and does not count
 file                    lines of a file: median, maximum
 function                lines of code of a function, without docstring, comments and blank lines: median, 99 %, maximum
 widest class            methods of the class that has most of them, and how many of those are public
@@ -237,11 +238,13 @@ def _mutual(package: str, modules: list[Module]) -> tuple[int, int]:
 
 def _small(package: str, modules: list[Module]) -> int:
     known = {module.name for module in modules}
+    doors = {name.rpartition(".")[0] for name in known}
     importers: dict[str, set[str]] = {}
     for module in modules:
         for target in set(_targets(package, module, known)) - {module.name}:
             importers.setdefault(target, set()).add(module.name)
-    return sum(len(m.text.splitlines()) < SMALL and len(importers.get(m.name, ())) == 1 for m in modules)
+    files = [module for module in modules if module.name not in doors]
+    return sum(len(m.text.splitlines()) < SMALL and len(importers.get(m.name, ())) == 1 for m in files)
 
 
 def _commit(package: Path) -> str:

@@ -543,7 +543,7 @@ MUTANTS = [
         "tests/ranks/run",
     ),
     mutant(
-        "run/loop/evaluation_buffers.py",
+        "run/loop/evaluation_loop.py",
         "                with torch.no_grad():\n                    buffer.copy_(before)",
         "                pass",
         BUFFERS,

@@ -40,7 +40,6 @@ from lockstep.launch.diagnosis.rank_places import RankPlaces
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.rendezvous.job_contract import JobContract, version_in
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
-from lockstep.launch.rendezvous.node_record import UNKNOWN, beat_in, record_text
 from lockstep.launch.rendezvous.notices import (
     Message,
     endings_from_json,
@@ -48,7 +47,7 @@ from lockstep.launch.rendezvous.notices import (
     notice_from_json,
     notice_to_json,
 )
-from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
+from lockstep.launch.rendezvous.plan import UNKNOWN, Member, NodeReport, Plan, beat_in, record_text
 from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.run_dir.run_directory import next_generation
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
@@ -65,9 +64,8 @@ from lockstep.report.top import table
 from lockstep.run.recovery.measures_journal import journal_in
 from lockstep.saved_run.listed import check, rows
 from lockstep.scale import LinkProfile, StepProfile, Timing, open_catalogue, predict_table, rows_table, shipped_loss
-from lockstep.scale.profile_file import read_profile, write_profile
 from lockstep.scale.published import read_rows
-from lockstep.scale.step_profile import GradientReady
+from lockstep.scale.step_profile import GradientReady, read_profile, write_profile
 from lockstep.slurm_syntax import expand_counts, expand_hosts
 from lockstep.tune import Choice, Float, load
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, journal_file

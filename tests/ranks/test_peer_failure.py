@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep.errors import PeerLost
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.peer_failure import is_peer_failure
-from lockstep.run.setup.error_file import write_torchelastic_error
+from lockstep.run.setup.shutdown import write_torchelastic_error
 from lockstep.testing import run_each
 
 OWN_ERRORS = [

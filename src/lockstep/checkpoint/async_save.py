@@ -303,7 +303,7 @@ class Checkpoints:
         tree: StateTree = stored_tree(CheckpointReader(saved.path, self._disk))
         return tree
 
-    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+    def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         """Write ``content``, plain values, beside the checkpoint of ``step``, once and if that is committed.
 
         It is no part of the checkpoint, and lost in silence where it cannot be written. Only the leader writes.
@@ -316,7 +316,7 @@ class Checkpoints:
         content = read_next_step(saved.path, self._disk) if self._group.leads else None
         return saved.path / NEXT_STEP, self._group.broadcast_object(content, "what came after the checkpoint")
 
-    def save(self, tree: Tree, step: int, about: Mapping[str, Any], *, protect: int | None = None) -> None:
+    def save(self, tree: Tree, step: int, about: Mapping[str, object], *, protect: int | None = None) -> None:
         """Begin to save ``tree`` as the state after ``step``. Call it on all ranks, with equal trees.
 
         No rank waits for another.
@@ -438,7 +438,7 @@ def _file_of(rank: int, ranks: int, names: Sequence[TensorEntry]) -> File:
     return lay_out(rank, ((number, names[number].here) for number in [*divided, *share]))
 
 
-def _digest(encoded: Any, names: tuple[TensorEntry, ...]) -> list[int]:
+def _digest(encoded: object, names: tuple[TensorEntry, ...]) -> list[int]:
     shapes = [(named.path, str(named.dtype), named.shape, named.divided) for named in names]
     return [zlib.crc32(repr(shapes).encode()), zlib.crc32(json.dumps(encoded).encode())]
 

@@ -34,7 +34,7 @@ _NUMPY = frozenset(
 _TAG_OF = {kind: tag for tag, kind in _DICTS.items()}
 
 
-def encode(tree: Tree, take: Callable[[object, str], int | None]) -> Any:
+def encode(tree: Tree, take: Callable[[object, str], int | None]) -> object:
     """``tree`` as JSON values.
 
     Args:
@@ -48,7 +48,7 @@ def encode(tree: Tree, take: Callable[[object, str], int | None]) -> Any:
     return _encode(tree, "", take)
 
 
-def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) -> Any:
+def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) -> object:
     if value is None or isinstance(value, bool):
         return value
     # First, as some are numbers of Python, too; without NumPy, which a program that lists checkpoints does not load.
@@ -89,7 +89,7 @@ def _shown(path: str) -> str:
     return repr(path.removeprefix("/")) if path else "its root"
 
 
-def decode(value: Any, tensors: Sequence[object]) -> Tree:
+def decode(value: object, tensors: Sequence[object]) -> Tree:
     """What `encode` was given, with ``tensors`` in their places.
 
     Raises:

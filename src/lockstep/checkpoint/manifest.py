@@ -264,7 +264,7 @@ class Manifest:
             raise ValueError("the tensors do not fill the files")
 
 
-def _content(manifest: Manifest) -> list[Any]:
+def _content(manifest: Manifest) -> list[object]:
     return [(t.dtype, t.shape, sorted((p.start, p.shape, p.crc32) for p in t.pieces)) for t in manifest.tensors]
 
 

@@ -36,7 +36,7 @@ class SavedModel:
     files: Mapping[str, str]
 
     @classmethod
-    def of(cls, model: Any) -> SavedModel:
+    def of(cls, model: object) -> SavedModel:
         """What is known of ``model``; of one of the transformers library also its configuration."""
         files = {}
         # `fully_shard` gives a module a class of its own, below the user's.
@@ -62,7 +62,7 @@ class SavedModel:
         return {"class": self.class_name, "files": dict(self.files)}
 
 
-def averaged_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def averaged_state(state: Mapping[str, object]) -> Mapping[str, object]:
     """The state of the model that an `AveragedModel` averages, if ``state`` is of one; any other state as it is."""
     if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
         return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}

@@ -51,7 +51,7 @@ class NextStepFile:
             self._scratch, self._committed = None, checkpoint
             self._write()
 
-    def put(self, step: int, content: Mapping[str, Any]) -> None:
+    def put(self, step: int, content: Mapping[str, object]) -> None:
         """``content``, plain values, is known of the step after ``step``. Raises nothing: it is no part of the save."""
         with self._lock:
             self._waiting = step, content
@@ -69,7 +69,7 @@ class NextStepFile:
         self._write_into(self._committed.path, self._waiting[1])
         self._waiting = None
 
-    def _write_into(self, directory: Path, content: Mapping[str, Any]) -> None:
+    def _write_into(self, directory: Path, content: Mapping[str, object]) -> None:
         text = json.dumps(content, separators=(",", ":"))
         path = directory / NEXT_STEP
         with contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ class NextStepFile:
                 self._disk.close(file)
 
 
-def read_next_step(path: Path, disk: FileSystem) -> dict[str, Any] | None:
+def read_next_step(path: Path, disk: FileSystem) -> dict[str, object] | None:
     """What the checkpoint in ``path`` says of the step after it; None if that is not there, or not in full."""
     try:
         if not 0 <= disk.size(path / NEXT_STEP) <= MOST_BYTES:

@@ -75,7 +75,7 @@ class PartWriter:
         self._copying: Future[None] | None = None
 
     def begin(
-        self, step: int, about: Mapping[str, Any], part: FlatTree, *, at_once: Iterable[torch.Tensor] = ()
+        self, step: int, about: Mapping[str, object], part: FlatTree, *, at_once: Iterable[torch.Tensor] = ()
     ) -> None:
         """Begin to write ``part``, what this rank has of the state after ``step``.
 

@@ -183,7 +183,7 @@ class SaveWriter:
         staged.free()
         return report
 
-    def _written(self, save: SaveRequest, content: memoryview) -> dict[str, Any]:
+    def _written(self, save: SaveRequest, content: memoryview) -> dict[str, object]:
         placed = [each for each in save.file.tensors if each.length]
         head = head_of(save.names[each.tensor].in_file for each in placed) if placed else b""
         try:
@@ -323,7 +323,7 @@ class SaveThread:
         return self._outcome
 
 
-def _piece_report(box: Box, placed: Placed, content: memoryview, head: int) -> list[Any]:
+def _piece_report(box: Box, placed: Placed, content: memoryview, head: int) -> list[object]:
     """What a rank tells the leader about one piece, behind a head of so many bytes."""
     crc32, sums = checksums(content[placed.offset : placed.offset + placed.length])
     return [placed.tensor, head + placed.offset, placed.length, crc32, box.start, box.shape, sums]

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,7 +66,7 @@ class TensorEntry:
         return TensorRecord(self.path, _name_of(self.dtype), self.shape, tuple(pieces))
 
 
-def flatten(tree: Tree) -> tuple[Any, tuple[TensorEntry, ...], tuple[torch.Tensor, ...]]:
+def flatten(tree: Tree) -> tuple[object, tuple[TensorEntry, ...], tuple[torch.Tensor, ...]]:
     """The tree in JSON with numbers in place of its tensors; the tensors' names; and what of each is here.
 
     Raises:

@@ -74,7 +74,9 @@ def checksums_in(manifest: Manifest) -> dict[str, int]:
     return {tensor.path: tensor.pieces[0].crc32 for tensor in manifest.tensors if len(tensor.pieces) == 1}
 
 
-def save_whole(root: Path, flat: FlatTree, step: int, about: Mapping[str, Any], disk: FileSystem = LOCAL) -> Committed:
+def save_whole(
+    root: Path, flat: FlatTree, step: int, about: Mapping[str, object], disk: FileSystem = LOCAL
+) -> Committed:
     """Write and commit ``flat`` as the state after ``step``. Nobody else saves under ``root`` meanwhile.
 
     The tensors must not change until this returns. What an interrupted save has left there is removed.

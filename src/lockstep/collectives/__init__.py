@@ -11,12 +11,11 @@ from lockstep.collectives.group import (
     single_rank_group,
     translating_peer_errors,
 )
-from lockstep.collectives.leader_gather import gather_on_leader
+from lockstep.collectives.link_timing import PairTime, pair_rounds, time_pairs, time_sums
 from lockstep.collectives.mailbox import Mailbox
 from lockstep.collectives.neighbour_link import NeighbourLink, Neighbours, meet_neighbours
 from lockstep.collectives.object_channel import ObjectChannel
 from lockstep.collectives.owner_broadcast import OwnerBroadcast, open_owner_broadcast
-from lockstep.collectives.pair_timing import PairTime, pair_rounds, time_pairs
 from lockstep.collectives.reduce_scatter import (
     NativeReduceScatter,
     ReduceScatter,
@@ -30,8 +29,13 @@ from lockstep.collectives.reduce_scatter import (
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
 from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
-from lockstep.collectives.sum_timing import time_sums
-from lockstep.collectives.tensor_shard import TensorShard, as_absent_shards, as_owned_shards, local_part
+from lockstep.collectives.tensor_shard import (
+    TensorShard,
+    as_absent_shards,
+    as_owned_shards,
+    gather_on_leader,
+    local_part,
+)
 from lockstep.collectives.wait_clock import WaitClock, wait_clock
 from lockstep.collectives.write_channel import Write, WriteChannel
 

@@ -142,7 +142,7 @@ class Mailbox:
                 self.send(rank, answer, what)
 
 
-def _message_from(connection: socket.socket) -> Any:
+def _message_from(connection: socket.socket) -> object:
     length = bytearray(_LENGTH.size)
     receive_into(connection, memoryview(length))
     text = bytearray(*_LENGTH.unpack(length))

@@ -47,7 +47,7 @@ class ObjectChannel:
             dist.recv_object_list(headers, group=self._header_group, group_src=source)
             return self._rebuild(headers[0], lambda t: dist.recv(t, group=self._tensor_group, group_src=source))
 
-    def broadcast(self, value: object, source: int) -> Any:
+    def broadcast(self, value: object, source: int) -> object:
         """The ``value`` of the rank ``source``, on every rank; on that rank the object itself. Collective."""
         is_source = self._rank == source
         header, tensors = split_object(value, self._transport_device) if is_source else (None, [])
@@ -62,7 +62,7 @@ class ObjectChannel:
                 dist.broadcast(as_bytes(tensor), group=self._tensor_group, group_src=source)
         return value
 
-    def _rebuild(self, header: Header, fill: Callable[[torch.Tensor], object]) -> Any:
+    def _rebuild(self, header: Header, fill: Callable[[torch.Tensor], object]) -> object:
         return rebuild_object(header, fill, self._transport_device, self._device)
 
 
@@ -76,7 +76,7 @@ def split_object(value: object, device: torch.device) -> tuple[Header, list[torc
 
 def rebuild_object(
     header: Header, fill: Callable[[torch.Tensor], object], transport_device: torch.device, device: torch.device
-) -> Any:
+) -> object:
     """The object that `split_object` has taken apart, with new tensors on ``device``.
 
     Args:

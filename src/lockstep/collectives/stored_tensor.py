@@ -52,7 +52,7 @@ class StoredTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: object, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         args, kwargs = in_memory((args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -9,12 +9,14 @@ Such as one of shape (5, 3)::
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from lockstep.collectives.group import Group
 from lockstep.torch_private import pytree
 
 
@@ -43,12 +45,66 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def as_owned_shards(value: Any) -> Any:
+def as_owned_shards(value: object) -> Any:
     """``value``, nested dicts, lists and tuples, with each tensor as a `TensorShard` that this rank alone holds."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: TensorShard.whole(tensor.detach()), value)
 
 
-def as_absent_shards(value: Any) -> Any:
+def as_absent_shards(value: object) -> Any:
     """``value``, nested likewise, with each tensor or `TensorShard` as one of which this rank holds nothing."""
     held = (torch.Tensor, TensorShard)
     return pytree.tree_map_only(held, lambda one: TensorShard.absent(tuple(one.shape), one.dtype), value)
+
+
+def gather_on_leader(group: Group, state: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
+    """Each item of ``state`` with its name: on the leader, whole and on the CPU; on other ranks, nothing.
+
+        rank 0   w[0:3] ──► w   ──► taken ──► forgotten     b ──► taken ...
+        rank 1   w[3:5] ──┘                       b is here ──┘
+
+    So no rank but the leader ever holds a whole tensor, and the leader holds one at a time, if it takes them so.
+
+    Collective: every rank must take all of them, with the same names in the same order.
+
+    Args:
+        group: all ranks.
+        state: a `TensorShard` for what ranks hold together; anything else is the same on all ranks, and the leader's
+            is taken. A tensor on the CPU that the leader holds whole is yielded itself, not a copy.
+    """
+    what = "the parts of a model"
+    boxes = {name: _box(value) for name, value in state.items() if isinstance(value, TensorShard)}
+    everywhere = group.gather_objects(boxes, what)
+    for name, value in state.items():
+        if not isinstance(value, TensorShard):
+            if group.leads:
+                yield name, value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        elif group.leads:
+            yield name, _assemble(group, name, value, everywhere)
+        elif value.tensor is not None and value.tensor.numel():
+            group.send(value.tensor.detach().cpu().contiguous(), 0, f"{name} of {what}")
+
+
+def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[str, Any]]) -> torch.Tensor:
+    if own.tensor is not None and tuple(own.tensor.shape) == tuple(own.shape):
+        return own.tensor.detach().cpu()
+    whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
+    for rank, boxes in enumerate(everywhere):
+        if boxes[name] is None:
+            continue
+        start, shape = boxes[name]
+        place = whole[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+        if rank == group.rank:
+            assert own.tensor is not None
+            place.copy_(own.tensor.detach())
+        else:
+            box = torch.empty(shape, dtype=own.dtype, device="cpu")
+            group.receive(box, rank, f"{name} of the parts of a model")
+            place.copy_(box)
+    return whole
+
+
+def _box(shard: TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Where the elements lie that this rank holds; None without any."""
+    if shard.tensor is None or not shard.tensor.numel():
+        return None
+    return tuple(shard.start), tuple(shard.tensor.shape)

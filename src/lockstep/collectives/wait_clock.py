@@ -38,7 +38,7 @@ class WaitClock:
         """Count, too, what torch's own code waits for, such as FSDP; the function that is returned ends that."""
         torchs_wait = dist.Work.wait
 
-        def wait(work: dist.Work, *arguments: Any, **options: Any) -> Any:
+        def wait(work: dist.Work, *arguments: Any, **options: Any) -> object:
             with self:
                 return torchs_wait(work, *arguments, **options)
 

@@ -94,7 +94,7 @@ def _is_mapped(array: Any) -> bool:
     return isinstance(array, mmap.mmap)
 
 
-def _attributes_of(value: Any) -> list[Any]:
+def _attributes_of(value: object) -> list[Any]:
     if issubclass(type(value), type | FunctionType):
         return []
     try:
@@ -103,13 +103,13 @@ def _attributes_of(value: Any) -> list[Any]:
         return []
 
 
-def _items_of(value: Any) -> list[Any]:
+def _items_of(value: Any) -> list[object]:
     if type(value) not in (list, tuple, dict) or len(value) > _SHORT:
         return []
     return [part for pair in value.items() for part in pair] if type(value) is dict else list(value)
 
 
-def _read_from_outside(value: Any) -> list[Any]:
+def _read_from_outside(value: Any) -> list[object]:
     """What ``value`` has by its class, or as a function; the class or function itself has no copy, but these have."""
     kind = type(value)
     if issubclass(kind, FunctionType):
@@ -122,11 +122,11 @@ def _read_from_outside(value: Any) -> list[Any]:
     return [_function_of(item) for held in own for name, item in held.items() if _is_own(name, item)]
 
 
-def _enclosed_in(function: FunctionType) -> list[Any]:
+def _enclosed_in(function: FunctionType) -> list[object]:
     return [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # which is not set yet
 
 
-def _globals_of(function: FunctionType) -> list[Any]:
+def _globals_of(function: FunctionType) -> list[object]:
     return [function.__globals__[name] for name in _names_in(function.__code__) if name in function.__globals__]
 
 
@@ -143,12 +143,12 @@ def _is_own(name: str, item: object) -> bool:
     return not name.startswith("__") or issubclass(type(item), FunctionType)
 
 
-def _function_of(item: Any) -> Any:
+def _function_of(item: object) -> object:
     """The function behind a method that is declared in another way."""
     if isinstance(item, staticmethod | classmethod):
         return item.__func__
     return item.fget if isinstance(item, property) else item
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_foreign(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _FOREIGN

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
@@ -26,9 +25,8 @@ from lockstep.data.iterable.iterable_dataset import StreamShare, refuse_unequal
 from lockstep.data.iterable.iterable_loader import IterableLoader
 from lockstep.data.iterable.stream_agreement import Agree
 from lockstep.data.micro_batch_loader import MicroBatchLoader
-from lockstep.data.shards.shard_order import ShardOrder
 from lockstep.data.shards.shard_streams import shard_stream_of
-from lockstep.data.shards.sharded_dataset import ShardedSamples, is_sharded
+from lockstep.data.shards.sharded_dataset import ShardedSamples, ShardOrder, is_sharded
 from lockstep.data.workers import CollateFunction, WorkerOptions
 from lockstep.errors import DataError, UsageError
 
@@ -39,8 +37,8 @@ def open_order(
     seed: int,
     shuffle: bool | None,
     collate_fn: CollateFunction | None = None,
-    sampler: Iterable[Any] | None = None,
-    batch_sampler: Iterable[Any] | None = None,
+    sampler: Iterable[object] | None = None,
+    batch_sampler: Iterable[object] | None = None,
     order: OrderFunction | None = None,
 ) -> Order | None:
     """In which order ``dataset`` is visited; None for an iterable data set, which has its own order.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +39,7 @@ def checksum(sample: Sample) -> int:
     return _checksum(sample, 1)
 
 
-def _checksum(value: Any, so_far: int) -> int:
+def _checksum(value: object, so_far: int) -> int:
     match value:
         case torch.Tensor() if value.layout is not torch.strided or value.is_nested:
             return so_far

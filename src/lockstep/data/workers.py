@@ -156,7 +156,7 @@ def _forget_ended() -> None:
         forget(worker.pid)
 
 
-def _end(batches: Any) -> None:
+def _end(batches: object) -> None:
     workers = getattr(batches, "_workers", ())
     if workers:
         shut_down(batches)  # waits 5 s for each

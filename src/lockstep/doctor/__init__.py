@@ -1,9 +1,9 @@
 """What is wrong with a machine, or with a script on several ranks, found by trying: `lockstep doctor`.
 
-    machine          ranks are started, see their hosts and each other
+    examine, of a machine: ranks are started, see their hosts and each other
       probe            what each rank does        host_facts      what a host is like
       machine_facts    what they have seen        machine_findings   what that means
-    script           a script trains for a minute on two ranks
+    examine, of a script: it trains for a minute on two ranks
       script_facts     what they have seen        script_findings    what that means
       watched          how a script without `Run` is watched; source_faults: what can be read in its source
     finding          one finding, and all of them as text, JSON and a block for an issue
@@ -11,8 +11,7 @@
 Facts are gathered by one file and judged by another: a judgement is a pure function, and needs no GPU to be tested.
 """
 
+from lockstep.doctor.examine import MachineRequest, ScriptRequest, examine_machine, examine_script
 from lockstep.doctor.finding import Finding, Report
-from lockstep.doctor.machine import MachineRequest, examine_machine
-from lockstep.doctor.script import ScriptRequest, examine_script
 
 __all__ = ["Finding", "MachineRequest", "Report", "ScriptRequest", "examine_machine", "examine_script"]

@@ -193,7 +193,7 @@ def private_names(hosts: Sequence[HostFacts]) -> dict[str, str]:
     return {name: shown for name, shown in private.items() if name not in ("", "/", "root", "localhost")}
 
 
-def driver_facts(nvml: Any) -> dict[str, Any]:
+def driver_facts(nvml: Any) -> dict[str, object]:
     """What NVIDIA's management library ``nvml`` says: the fields `driver`, `driver_cuda` and `gpus` of `HostFacts`."""
 
     def asked(call: Callable[[], T], otherwise: T) -> T:

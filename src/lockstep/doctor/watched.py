@@ -70,7 +70,7 @@ class ReductionCounter(TorchDispatchMode):
         self._count: Final = count
 
     @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         name = str(func)
         if name.startswith("c10d") and ("reduce" in name or "gather" in name):
             self._count()
@@ -105,13 +105,13 @@ class Watch:
         register_module_forward_pre_hook(lambda module, args: self._now.forwards.add(torch.is_grad_enabled()))
         iterate, save, load, watch = DataLoader.__iter__, torch.save, torch.load, self
 
-        def iterate_less(loader: DataLoader[Any]) -> Iterator[Any]:
+        def iterate_less(loader: DataLoader[Any]) -> Iterator[object]:
             return watch._pass_over(loader, iterate(loader))
 
         def save_elsewhere(obj: Any, f: Any, *args: Any, **options: Any) -> None:
             save(obj, watch._noted(f) if isinstance(f, str | os.PathLike) else f, *args, **options)
 
-        def load_from_there(f: Any, *args: Any, **options: Any) -> Any:
+        def load_from_there(f: Any, *args: Any, **options: Any) -> object:
             there = isinstance(f, str | os.PathLike) and os.fspath(f) in watch._saves
             return load(watch._elsewhere(f) if there else f, *args, **options)
 
@@ -124,7 +124,7 @@ class Watch:
             self._watching.close()
         self._write()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
         if self._unused is not None:
             return
         learning = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -140,7 +140,7 @@ class Watch:
         self._wrappers = [module for module in modules if isinstance(module, nn.parallel.DistributedDataParallel)]
         self._write()  # it may fail in the next step
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, options: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: object, options: object) -> None:
         self._steps += 1
         self._now.steps += 1
         if self._steps <= _TIMED:
@@ -155,7 +155,7 @@ class Watch:
     def _count(self) -> None:
         self._now.reductions += 1
 
-    def _pass_over(self, loader: DataLoader[Any], batches: Iterator[Any]) -> Iterator[Any]:
+    def _pass_over(self, loader: DataLoader[Any], batches: Iterator[object]) -> Iterator[object]:
         """What ``loader`` would give, but for most of it."""
         if sum(bool(each.steps) for each in self._passes) >= _MOST_PASSES:
             raise SystemExit(0)

@@ -11,10 +11,21 @@
 It works for every script, also for one that does not use `Run`.
 """
 
-from lockstep.heartbeat.frames import NOWHERE, collectives_begun, find_user_frame, is_users, own_lines
+from lockstep.heartbeat.frames import (
+    NOTHING,
+    NOWHERE,
+    Stack,
+    Stacks,
+    collectives_begun,
+    find_user_frame,
+    is_registered,
+    is_users,
+    own_lines,
+    read_stacks,
+    register_stacks,
+)
 from lockstep.heartbeat.lost_peers import LostPeers
 from lockstep.heartbeat.sender import HeartbeatSender, ProgressMarker, open_channel, progress_marker
-from lockstep.heartbeat.stack_dump import NOTHING, Stack, Stacks, is_registered, read_stacks, register_stacks
 
 __all__ = [
     "NOTHING",

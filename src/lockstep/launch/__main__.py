@@ -5,8 +5,10 @@ Users call `lockstep run` instead.
 
 import sys
 
-from lockstep.launch.workers import fork_server, rank_process, tcp_store
+from lockstep.launch.workers.fork_server import main as fork_server
+from lockstep.launch.workers.rank_process import main as rank_process
+from lockstep.launch.workers.tcp_store import main as tcp_store
 
 if __name__ == "__main__":
     role, *args = sys.argv[1:]
-    {"fork-server": fork_server.main, "rank": rank_process.main, "tcp-store": tcp_store.main}[role](args)
+    {"fork-server": fork_server, "rank": rank_process, "tcp-store": tcp_store}[role](args)

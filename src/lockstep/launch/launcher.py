@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
@@ -35,8 +35,7 @@ from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.memory_files import emergency_memory
 from lockstep.launch.run_dir.run_directory import MARK, Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
-from lockstep.launch.schedulers.remote_start import run_start_commands
-from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, text_of
+from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.terminal.console import Screen
 from lockstep.launch.workers.fork_server_client import open_fork_server
@@ -107,12 +106,12 @@ def launch(
     main: Callable[..., T],
     ranks: int | str | None = None,
     *,
-    args: Sequence[Any] = (),
+    args: Sequence[object] = (),
     run_dir: str | Path | None = None,
     resume: bool = False,
     fresh: bool = False,
     max_restarts: int = 0,
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, object] | None = None,
     grace_s: float = 10.0,
     hang_after_s: float | None = None,
     on_hang: OnHang | None = None,

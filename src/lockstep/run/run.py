@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeVar
 
 import torch
 from torch import nn
@@ -48,8 +48,7 @@ from lockstep.run.metrics.run_log import RunLog, common_numbers
 from lockstep.run.metrics.trial_reports import TrialReports
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
-from lockstep.run.recovery.point_marks import PointMarks
-from lockstep.run.recovery.resume_point import ResumePoint
+from lockstep.run.recovery.resume_point import PointMarks, ResumePoint
 from lockstep.run.setup.identity import compare_draws
 from lockstep.run.setup.missing_names import no_attribute, refusing_unknown_arguments
 from lockstep.run.setup.registration import GivenModel, Registration
@@ -406,7 +405,7 @@ class Run:
         self._registration.scheduler(scheduler)
         return scheduler
 
-    def keep(self, **objects: Any) -> None:
+    def keep(self, **objects: object) -> None:
         """Save and restore each object, by its name, before the training begins.
 
         An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after
@@ -452,8 +451,8 @@ class Run:
         global_batch: int | None = None,
         micro_batch: int | None = None,
         shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
+        sampler: Iterable[object] | None = None,
+        batch_sampler: Iterable[object] | None = None,
         order: OrderFunction | None = None,
         drop_last: bool = False,
         collate_fn: CollateFunction | None = None,
@@ -578,7 +577,7 @@ class Run:
         return self._training.train(loaders, call_site(self._context.position.passes.caller))
 
     def backward(
-        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+        self, loss: Loss, *data: object, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
     ) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
@@ -601,7 +600,7 @@ class Run:
         return self._training.update(optimizer)
 
     def step(
-        self, loss: Loss, *data: Any, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
+        self, loss: Loss, *data: object, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
     ) -> bool:
         """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and step schedulers.
 

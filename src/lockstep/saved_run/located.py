@@ -100,7 +100,7 @@ def best_of(newest: CheckpointReader) -> dict[str, Any] | None:
     return best if isinstance(best.get("step"), int) else None
 
 
-def told_in(checkpoint: CheckpointReader, name: str, kind: Any, otherwise: T) -> T:
+def told_in(checkpoint: CheckpointReader, name: str, kind: object, otherwise: T) -> T:
     """What ``checkpoint`` tells as ``name``, of that ``kind``; ``otherwise`` if it tells nothing, or something else."""
     tree = checkpoint.tree if isinstance(checkpoint.tree, dict) else {}
     try:

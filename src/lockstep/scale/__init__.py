@@ -23,14 +23,13 @@ from lockstep.scale.predict_report import (
     rows_table,
     why_not,
 )
-from lockstep.scale.profile_file import read_profile, write_profile
 from lockstep.scale.profile_script import profile_link, profile_script
 from lockstep.scale.published import read_rows
 from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import StrategyCost, simulate
-from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing
+from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing, read_profile, write_profile
 from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
 from lockstep.scale.systems import System, parse_system

@@ -119,7 +119,7 @@ def shipped() -> str:
     return _FILE.read_text(encoding="utf-8")
 
 
-def open_catalogue(more: Mapping[str, Any] | None = None) -> Catalogue:
+def open_catalogue(more: Mapping[str, object] | None = None) -> Catalogue:
     """What comes with the package, and ``more``, such as the table ``predict`` of the user's file."""
     return Catalogue.read(shipped(), more)
 

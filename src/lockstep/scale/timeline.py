@@ -79,7 +79,7 @@ def laid_out(step: StepTimes) -> list[Span]:
     return spans
 
 
-def merge_traces(traces: Sequence[Mapping[str, Any]], records: Sequence[RankRecord]) -> dict[str, Any]:
+def merge_traces(traces: Sequence[Mapping[str, Any]], records: Sequence[RankRecord]) -> dict[str, object]:
     """One Chrome trace of all ranks, each with processes of its own, on the clock of rank 0.
 
     Every rank gets one more process, whose lane shows the parts of its steps.
@@ -112,7 +112,7 @@ def merge_traces(traces: Sequence[Mapping[str, Any]], records: Sequence[RankReco
     return {"traceEvents": events, "baseTimeNanoseconds": int(base * 1e3), "displayTimeUnit": "ms"}
 
 
-def _part_events(record: RankRecord, pid: int, began_us: float) -> Iterator[dict[str, Any]]:
+def _part_events(record: RankRecord, pid: int, began_us: float) -> Iterator[dict[str, object]]:
     name = {"name": f"rank {record.rank}: parts of its steps"}
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": name}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": record.rank}}

@@ -19,7 +19,7 @@ class _Delegated:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: DelegatingStrategy | None, owner: type) -> Any:
+    def __get__(self, instance: DelegatingStrategy | None, owner: type) -> object:
         return self if instance is None else getattr(instance.delegate(), self._name)
 
 

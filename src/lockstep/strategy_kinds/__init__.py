@@ -15,20 +15,30 @@ Commands import that module only if the word is used, so a kind in a file withou
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.option_words import split_options
 from lockstep.settings import read_options
-from lockstep.strategy_kinds import local, pipelined, replicated, served, sharded
-from lockstep.strategy_kinds.kind import EVERYTHING, WHOLE, NoOptions, StrategyKind
-from lockstep.strategy_kinds.local import DilocoOptions, LocalSgdOptions
-from lockstep.strategy_kinds.pipelined import CHUNKS, PipelineOptions
-from lockstep.strategy_kinds.replicated import DdpOptions, DpOptions, ZeroOptions
-from lockstep.strategy_kinds.served import HybridOptions, ParameterServerOptions
-from lockstep.strategy_kinds.sharded import FsdpOptions, HsdpOptions
+from lockstep.strategy_kinds.kinds import (
+    BUILT_IN,
+    CHUNKS,
+    EVERYTHING,
+    WHOLE,
+    DdpOptions,
+    DilocoOptions,
+    DpOptions,
+    FsdpOptions,
+    HsdpOptions,
+    HybridOptions,
+    LocalSgdOptions,
+    NoOptions,
+    ParameterServerOptions,
+    PipelineOptions,
+    StrategyKind,
+    ZeroOptions,
+)
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -56,14 +66,6 @@ __all__ = [
     "strategy_names",
 ]
 
-#: The strategies of this package by their words.
-BUILT_IN: Final[Mapping[str, StrategyKind]] = {
-    kind.name: kind
-    for kind in (
-        *(*replicated.KINDS, *sharded.KINDS, *local.KINDS, *served.KINDS, *pipelined.KINDS),
-        replicated.AUTO,
-    )
-}
 #: What other libraries call them, each with what it is here.
 _ELSEWHERE: Final = {
     other: f"{kind.name}:{options}" if options else kind.name

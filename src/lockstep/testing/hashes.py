@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +25,7 @@ def state_hash(*objects: object) -> str:
     return digest.hexdigest()
 
 
-def _feed(update: Callable[[bytes], None], value: Any) -> None:
+def _feed(update: Callable[[bytes], None], value: object) -> None:
     # Each part begins with its kind and length, so that no two states are spelt alike.
     if isinstance(value, torch.Tensor):
         update(f"tensor {value.dtype} {tuple(value.shape)}:".encode())

@@ -187,7 +187,7 @@ class StrategyLaws:
         along = float((here - begin) @ (end - begin) / (here - begin).norm() / (end - begin).norm())
         assert along >= _LEAST_COSINE, f"{self.strategy} {when}: went elsewhere, by a cosine of {along:.2g}"
 
-    def _trained(self, case: _Case, world: int, directory: Path | None = None) -> dict[str, Any]:
+    def _trained(self, case: _Case, world: int, directory: Path | None = None) -> dict[str, object]:
         """The state at the end of training; resumed from what ``directory`` holds, if that is given."""
         return _undisturbed(case, world) if directory is None else _trained_in(directory, case, world, resumed=True)
 
@@ -360,20 +360,20 @@ def _evaluate(case: _Case) -> dict[str, float]:
 
 
 @cache
-def _undisturbed(case: _Case, world: int) -> dict[str, Any]:
+def _undisturbed(case: _Case, world: int) -> dict[str, object]:
     """The state after ``case`` in one go; most laws compare with it, so each process computes it once."""
     with tempfile.TemporaryDirectory(prefix="lockstep-law-") as directory:
         return _trained_in(Path(directory), case, world, resumed=False)
 
 
-def _trained_in(directory: Path, case: _Case, world: int, *, resumed: bool) -> dict[str, Any]:
+def _trained_in(directory: Path, case: _Case, world: int, *, resumed: bool) -> dict[str, object]:
     """The state after ``case``, whose checkpoints lie in ``directory``."""
     case = replace(case, directory=str(directory))
     run_ranks(_train, world, case, timeout_s=_LAW_S, env={RESUME: str(int(resumed))})
     return _newest(directory, 0 if case.epochs == 0 else _STEPS)
 
 
-def _newest(directory: Path, step: int = _STEPS) -> dict[str, Any]:
+def _newest(directory: Path, step: int = _STEPS) -> dict[str, object]:
     """What the newest checkpoint in ``directory`` holds of model and optimizer."""
     saved = list_checkpoints(directory)
     assert saved, f"nothing was saved in {directory}"

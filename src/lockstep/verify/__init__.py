@@ -5,7 +5,7 @@ written_run       one of them carried out; script_process: what its ranks begin 
 surroundings      clock, host, directory ... of a script, watched and shifted; plain_script: a script without `Run`
 difference        what two runs did differently first
 reason            why, most likely; script_source: in which line of the script
-verification      all of it; result: what was found; conversion: what a script in plain torch would have to change
+verification      all of it, and what a script in plain torch would have to change; result: what was found
 """
 
 from lockstep.verify.result import VerifyResult, WayResult, report, verdict

@@ -47,12 +47,12 @@ class PlainRecorder:
         plain_backward: Callable[..., None] = torch.Tensor.backward
         recorder = self
 
-        def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+        def batches(loader: DataLoader[Any]) -> Iterator[object]:
             for batch in plain_iter(loader):
                 recorder._play.note_all(recorder._name("batch"), batch)
                 yield batch
 
-        def backward(loss: torch.Tensor, *args: Any, **options: Any) -> None:
+        def backward(loss: torch.Tensor, *args: object, **options: object) -> None:
             recorder._play.note(recorder._name("the loss"), loss)
             plain_backward(loss, *args, **options)
 
@@ -112,7 +112,7 @@ class PlainRecorder:
 
     # ---- its checkpoints -----------------------------------------------------------------------------------------
 
-    def _save(self, plain: Callable[..., None], value: object, file: Any, *args: Any, **options: Any) -> None:
+    def _save(self, plain: Callable[..., None], value: object, file: object, *args: object, **options: object) -> None:
         if not isinstance(file, str | os.PathLike):
             plain(value, file, *args, **options)
             return
@@ -121,7 +121,7 @@ class PlainRecorder:
         self._has_saved = True
         self._tell(SAVED)
 
-    def _load(self, plain: Callable[..., Any], file: Any, *args: Any, **options: Any) -> Any:
+    def _load(self, plain: Callable[..., Any], file: object, *args: object, **options: object) -> Any:
         if isinstance(file, str | os.PathLike) and os.access(self._place_of(file), os.R_OK):
             self._tell(LOADED)
             file = self._place_of(file)

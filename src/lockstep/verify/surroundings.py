@@ -90,7 +90,7 @@ class Surroundings:
         plain = getattr(owner, name)
 
         @functools.wraps(plain)
-        def watched(*args: Any, **options: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> object:
             value = plain(*args, **options)
             if unless_given and (args or options):
                 return value
@@ -102,7 +102,7 @@ class Surroundings:
     def _watch_date(self, kind: type[datetime.date], name: str) -> None:
         plain = vars(kind)[name]
 
-        def watched(cls: type, *args: Any, **options: Any) -> Any:
+        def watched(cls: type, *args: Any, **options: Any) -> object:
             now = plain.__get__(None, cls)(*args, **options)
             if not (self._note(CLOCK, 2) and CLOCK in self._shifted):
                 return now

@@ -27,11 +27,10 @@ from lockstep.launch import Machine, Module, Script, check_program, import_torch
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategy_kinds import BUILT_IN, kind_of
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
-from lockstep.verify.conversion import to_change
 from lockstep.verify.difference import STEPS, Difference, aligned, described, first_difference, other_variables
 from lockstep.verify.plain_script import LOADED, SAVED
 from lockstep.verify.reason import Evidence, Reason, reason_of
-from lockstep.verify.result import VerifyResult, WayResult
+from lockstep.verify.result import StandsInTheWay, VerifyResult, WayResult
 from lockstep.verify.script_source import ScriptSource
 from lockstep.verify.side_by_side import side_by_side
 from lockstep.verify.surroundings import DIRECTORY
@@ -54,6 +53,26 @@ _OF_STEPS: Final = 0.06  # of the time, for the steps of the first run
 _KEPT: Final = 0.3  # of the time, for second passes
 
 Say = Callable[[str], None]
+#: Of a line, and what takes its place.
+_INSTEAD: Final = (
+    (r"\bDataLoader\(|DistributedSampler\(", "run.loader(dataset, global_batch=..., micro_batch=...)"),
+    (r"\.backward\(\)", "run.step(loss), which takes the place of backward, optimizer.step and zero_grad"),
+    (r"optim\w*\.step\(|\.zero_grad\(", "leave it out: run.step(loss) does it"),
+    (r"DistributedDataParallel\(|\bDDP\(|\bDataParallel\(", "run.model(model); lockstep run --strategy ddp"),
+    (r"init_process_group\(|destroy_process_group\(", "with lockstep.Run(seed=0) as run: it connects the ranks"),
+    (
+        r"torch\.save\(|torch\.load\(",
+        "leave it out: a run saves and resumes by itself; lockstep export gives the model",
+    ),
+    (r"clip_grad_norm_\(", "lockstep.Run(clip_norm=...)"),
+    (r"GradScaler\(|autocast\(", 'lockstep.Run(precision="bf16")'),
+    (r"sched\w*\.step\(", "run.scheduler(scheduler), or run.keep(...) for one that steps once an epoch"),
+    (r"manual_seed\(|random\.seed\(", "lockstep.Run(seed=...), which seeds all generators"),
+    (r"for \w+ in range\(.*epoch", "for epoch in run.epochs(n):"),
+    (r"\.cuda\(|\.to\((\"cuda|'cuda|device)", "leave it out: run.model moves the model, run.train the data"),
+    (r"all_reduce\(|all_gather\(|\bbarrier\(", "run.sum, run.mean, run.gather, run.measure"),
+    (r"get_rank\(|\blocal_rank\b|\[.RANK.\]", "nothing depends on the rank; if run.leads: for what one rank does"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,3 +359,14 @@ def _cut(transcript: Transcript, steps: int) -> Transcript:
         if place.step < steps or (place.step == steps and place.kind == STATE)
     }
     return Transcript(transcript.about, notes, transcript.variables)
+
+
+def to_change(source: ScriptSource) -> tuple[StandsInTheWay, ...]:
+    """The lines of ``source`` that would change, each with what to write instead."""
+    return tuple(
+        StandsInTheWay(file, number, text.strip(), instead)
+        for file, lines in source.lines.items()
+        for number, text in enumerate(lines, 1)
+        for pattern, instead in _INSTEAD
+        if re.search(pattern, text.partition("#")[0])
+    )

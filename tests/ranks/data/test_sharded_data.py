@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from loaders import Numbers, Shards, StridedStream, loader_of, on_world, place_of, samples_of, steps_of
 from lockstep.batch import BatchPlan
-from lockstep.data.shards.shard_order import ShardOrder, ShardSequence
+from lockstep.data.shards.sharded_dataset import ShardOrder, ShardSequence
 from lockstep.errors import DataError, UsageError
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import AuditError
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.host.devices import Devices
+from lockstep.launch.host.machine import Devices
 
 TRAINS = """
 import sys, os, torch

@@ -27,7 +27,7 @@ from lockstep.run.setup.precision import Precision
 from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet
 from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout
-from lockstep.strategies.replicated.ddp_buckets import align_gradients
+from lockstep.strategies.replicated.ddp_reducer import align_gradients
 from lockstep.strategies.replicated.single_process import SingleProcess
 from worlds import on_world
 

@@ -37,8 +37,7 @@ from lockstep.run.recovery.measures_journal import (
     total,
 )
 from lockstep.run.recovery.newest_state import Choice, Left, LeftState, choose
-from lockstep.run.recovery.point_marks import PointMarks
-from lockstep.run.recovery.resume_point import ResumePoint
+from lockstep.run.recovery.resume_point import PointMarks, ResumePoint
 from lockstep.run.recovery.survivor import Emergency, EmergencyMemory, open_emergency, writes_emergency
 from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer
 from lockstep.run.state.registered import State

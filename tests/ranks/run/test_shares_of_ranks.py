@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import MismatchError, UsageError
 from lockstep.run import Run
-from lockstep.run.batches.left_out_samples import LeftOutSamples
+from lockstep.run.batches.micro_batches import LeftOutSamples
 from lockstep.run.loop.rank_operations import in_order
 from worlds import error_of, on_world
 

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 import lockstep
 from lockstep.checkpoint import list_checkpoints
 from lockstep.collectives import KeyValueStore
-from lockstep.run.setup.error_file import write_torchelastic_error
+from lockstep.run.setup.shutdown import write_torchelastic_error
 from lockstep.run.stopping.step_agreement import StoreAgreement
 from lockstep.run.stopping.stop_requests import JobDeadline, StopRequests
 from lockstep.testing import run_each, run_ranks, state_hash

@@ -22,9 +22,8 @@ from lockstep.strategies import LossCall, StrategyContext
 from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.random_state import random_state
 from lockstep.strategies.pipelined.division import neighbours
-from lockstep.strategies.pipelined.pipeline import Pipeline
+from lockstep.strategies.pipelined.pipeline import Pipeline, schedule_runs
 from lockstep.strategies.pipelined.random_states import RandomStates
-from lockstep.strategies.pipelined.schedule_run import schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
     Stage,

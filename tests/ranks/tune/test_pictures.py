@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.tune.pictures import (
+    OPTUNA_TITLES,
     PICTURES,
     descent,
     draw_pictures,
-    optuna_pictures,
     progress,
     timeline,
 )
@@ -37,7 +37,7 @@ def point_of(**params):
 
 def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path):
     paths = draw_pictures(record, tmp_path / "pictures")
-    assert len(paths) == 3 * len(PICTURES) + len(optuna_pictures.TITLES)
+    assert len(paths) == 3 * len(PICTURES) + len(OPTUNA_TITLES)
     assert all(ElementTree.parse(path) for path in paths if path.suffix == ".svg")
     for picture in PICTURES:
         svg, table, numbers = (tmp_path / "pictures" / f"{picture.name}.{kind}" for kind in ("svg", "csv", "json"))
@@ -100,7 +100,7 @@ def test_the_line_of_descent_is_that_of_the_best_and_moves_stand_between_births(
 
 
 def test_what_optuna_draws_is_drawn_by_it_and_left_out_without_it(record, tmp_path, monkeypatch):
-    names = {f"{name}.svg" for name in optuna_pictures.TITLES}
+    names = {f"{name}.svg" for name in OPTUNA_TITLES}
     assert names <= {path.name for path in draw_pictures(record, tmp_path)}
     drawn = (tmp_path / "parallel_coordinates.svg").read_text(), (tmp_path / "importance.svg").read_text()
     assert all(name in text for text in drawn for name in ("layers", "activation", "lr", "optimizer"))

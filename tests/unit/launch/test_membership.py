@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit
-from lockstep.launch.rendezvous.membership import decide, missing_hosts
+from lockstep.launch.rendezvous.membership import decide, lost_members, missing_hosts
 from lockstep.launch.rendezvous.membership_state import MembershipState, initial_state
-from lockstep.launch.rendezvous.node_silence import lost_members
 from lockstep.launch.rendezvous.notices import Message, notice_from_json, notice_to_json
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
 

@@ -15,7 +15,7 @@ from lockstep.scale.timeline import (
     straggler_lines,
     stragglers,
 )
-from lockstep.scale.timeline_picture import lanes_of
+from lockstep.scale.trace_run import lanes_of
 from records import record_of, step_of
 
 BASE_NS = 1_000_000_000 * 10**9  # 1e9 s since 1970, where the records begin

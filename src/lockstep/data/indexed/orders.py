@@ -275,7 +275,7 @@ def generator_of(seed: int, epoch: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed_of(seed, "order", epoch))
 
 
-def _batches_of(name: str, sampler: UserSampler) -> Iterator[Any]:
+def _batches_of(name: str, sampler: UserSampler) -> Iterator[object]:
     for batch in sampler:
         if isinstance(batch, int | np.integer) or (isinstance(batch, Tensor) and not batch.dim()):
             raise DataError(
@@ -284,7 +284,7 @@ def _batches_of(name: str, sampler: UserSampler) -> Iterator[Any]:
         yield batch
 
 
-def _indices_of(name: str, given: Any, length: int) -> Tensor:
+def _indices_of(name: str, given: object, length: int) -> Tensor:
     """``given`` as int64 within the data set; counted from the end where negative, as a list does."""
     items = given.tolist() if isinstance(given, np.ndarray) else given
     if not (isinstance(items, Tensor) and items.dim() == 1 and items.dtype in _WHOLE):
@@ -354,7 +354,7 @@ def _parts_of(sampler: UserSampler) -> Iterator[Any]:
             waiting += [one for one in (value if several else [value]) if _is_part(one)]
 
 
-def _is_part(value: Any) -> bool:
+def _is_part(value: object) -> bool:
     return isinstance(value, (Sampler, *_GENERATORS)) or (
         # A sampler of the user's own class: neither a data set nor a container.
         hasattr(value, "__iter__") and hasattr(value, "__dict__") and not hasattr(value, "__getitem__")

@@ -213,7 +213,7 @@ def _parts_of(dataset: UserDataset) -> Iterator[Any]:
         part = getattr(part, "ex_iterable", None)
 
 
-def _kind_of(part: Any) -> str:
+def _kind_of(part: object) -> str:
     return type(part).__name__
 
 
@@ -233,11 +233,11 @@ def _is_list_of_files(dataset: UserDataset, stages: list[Any]) -> bool:
     )
 
 
-def _name_of(stage: Any) -> str:
+def _name_of(stage: object) -> str:
     return getattr(getattr(stage, "f", stage), "__name__", type(stage).__name__)
 
 
-def _is_of(package: str, part: Any) -> bool:
+def _is_of(package: str, part: object) -> bool:
     """Whether a function, or an object, comes from ``package``."""
     module: str | None = getattr(getattr(part, "f", part), "__module__", None)
     return (module or "").partition(".")[0] == package

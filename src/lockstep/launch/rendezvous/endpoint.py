@@ -106,7 +106,7 @@ class Endpoint:
         return address_towards(self.host, self.port)
 
 
-def _is_of_this_host(family: int, address: tuple[Any, ...]) -> bool:
+def _is_of_this_host(family: int, address: tuple[object, ...]) -> bool:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -126,7 +126,7 @@ def _short(host: str) -> str:
     return host.partition(".")[0].lower()
 
 
-def listen(family: int, address: tuple[Any, ...]) -> socket.socket:
+def listen(family: int, address: tuple[object, ...]) -> socket.socket:
     """A socket that listens at ``address``: at all addresses of both families for ``::``.
 
     Raises:

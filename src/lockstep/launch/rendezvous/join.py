@@ -11,17 +11,22 @@ import contextlib
 import os
 import platform
 import re
+import signal
 import socket
+import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from lockstep.errors import SettingError
 from lockstep.formatting import command_line
+from lockstep.launch.diagnosis.part_monitor import PartMonitor
+from lockstep.launch.diagnosis.root_cause import how_it_ended
+from lockstep.launch.host.child_process import own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.host.timed_calls import FileThread, TaskThread, call_in_time
 from lockstep.launch.job.program_sources import source_hashes
 from lockstep.launch.job.request import Function, Nodes, Request
@@ -31,8 +36,7 @@ from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
-from lockstep.launch.rendezvous.store_connection import read_contract, tell_refused
-from lockstep.launch.rendezvous.store_process import StoreProcess
+from lockstep.launch.rendezvous.store_connection import LOG_LEVEL, read_contract, tell_refused
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.run_dir.run_directory import Job, versions
@@ -51,6 +55,7 @@ _MUST_MATCH = ("TORCH_DISTRIBUTED_DEBUG",)
 #: Of those by which kernels are chosen the bits depend.
 _OF_TORCH = ("TORCH_", "NCCL_", "GLOO_", "TP_", "ATEN_", "MKL_", "OMP_", "DNNL_", "ONEDNN_")
 _OF_ONE_HOST = re.compile(r"IFNAME|_HCA|_DEBUG|_LOG|TOPO_FILE|_DIR|_HOME|_PATH|HOST|_CACHE|_FR_")
+_STORE = "the store where the launchers meet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,3 +355,45 @@ def probe(host: str, endpoint: str) -> str:
         f"{host} ({address}) is missing: the network reaches it, but no lockstep run came from there; look at what it "
         f"said there, and whether it reaches {endpoint}"
     )
+
+
+class StoreProcess:
+    """The store behind a socket that listens already; it lives until `close`, or until this process ends.
+
+    Args:
+        listening: stays open, so that who connects while there is no process waits for the next one.
+        say: tells the user what befell the process.
+    """
+
+    def __init__(self, listening: socket.socket, say: Callable[[str], None]) -> None:
+        self._listening: Final = listening.dup()
+        self._say = say
+        self._monitor = PartMonitor(say)
+        self._process = self._start()
+
+    def look_after(self) -> None:
+        """Start it anew if it is dead, or stopped for good; to be called often. What it held must be written again."""
+        if (status := self._process.poll()) is not None:
+            self._say(f"note: {_STORE} {how_it_ended(status)}: starting another one")
+            self._process = self._start()
+        if self._monitor.poll() is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Kill the process; returns when it is gone."""
+        self._listening.close()
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        port = self._listening.getsockname()[1]
+        with stop_signals_blocked():
+            process = subprocess.Popen(
+                own_python("tcp-store", [str(self._listening.fileno()), str(port), str(os.getpid())]),
+                env=with_this_package({**os.environ, LOG_LEVEL: "ERROR"}),
+                pass_fds=[self._listening.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._monitor.watch({process.pid: _STORE})
+        return process

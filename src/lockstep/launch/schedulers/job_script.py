@@ -78,7 +78,7 @@ def _keys(scheduler: WritesJobScripts) -> list[str]:
     return [name for name in ("time", *(each.name for each in fields(JobRequest))) if name not in ("time_s", *foreign)]
 
 
-def _value(scheduler: WritesJobScripts, key: str, value: Any) -> dict[str, Any]:
+def _value(scheduler: WritesJobScripts, key: str, value: object) -> dict[str, object]:
     known = _keys(scheduler)
     if key not in known:
         raise SettingError(f"no such key; {did_you_mean(key, known)}")

@@ -12,6 +12,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import importlib.util
 import io
 import os
 import pickle
@@ -25,15 +26,18 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import Any, Final, NoReturn
 
 from lockstep.cpu_affinity import by_core, own_cpus
 from lockstep.cpython_private import run_exit_handlers, set_temporary_directory, wait_for_threads
 from lockstep.error_advice import add_advice
-from lockstep.errors import LaunchError, PlanError, SettingError
+from lockstep.errors import LaunchError, PlanError, SettingError, UsageError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import size
 from lockstep.heartbeat import (
@@ -58,7 +62,6 @@ from lockstep.launch.job.program_sources import mentions_lockstep
 from lockstep.launch.job.request import Executable, Function, Module, Program, Script
 from lockstep.launch.run_dir.owned_directory import note_process
 from lockstep.launch.workers.log_stream import LogStream
-from lockstep.launch.workers.nested_ranks import refuse_nested_ranks
 from lockstep.launch_contract import (
     BIND,
     CHANNEL,
@@ -90,6 +93,7 @@ _KINDS: Mapping[str, type[Script | Module | Executable]] = {
 }
 #: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
 _EXIT_HANDLERS_S = 5.0
+_SPAWN: Final = "torch.multiprocessing.spawn"
 
 
 def become_rank(env: Mapping[str, str], log: str, parent: int, program: Program, *, uses_run: bool) -> None:
@@ -471,3 +475,54 @@ def main(argv: list[str]) -> NoReturn:
     program = program_from(args)
     become_rank(dict(os.environ), log, int(parent), program, uses_run=mentions_lockstep(program))
     run_program(program)
+
+
+def refuse_nested_ranks() -> None:
+    """From now on `torch.multiprocessing.spawn` and `start_processes` raise `UsageError` in this process.
+
+    Torch is not loaded for that; where it is not yet, this waits for it.
+    """
+    module = sys.modules.get(_SPAWN)
+    if module is None:
+        sys.meta_path.insert(0, _WhenLoaded())
+        return
+    _refuse(module)
+    sys.modules["torch.multiprocessing"].start_processes = module.start_processes  # type: ignore[attr-defined]
+
+
+def _refuse(module: ModuleType) -> None:
+    def start_processes(fn: object, *args: object, **kwargs: object) -> NoReturn:
+        name = getattr(fn, "__name__", "main")
+        raise UsageError(
+            "the script starts ranks of its own by torch.multiprocessing, and lockstep run has started this rank "
+            f'already: call {name}(int(os.environ["LOCAL_RANK"]), ...) in its place, or start the script with python; '
+            "processes that are no ranks: multiprocessing.get_context('spawn')"
+        )
+
+    module.start_processes = start_processes  # type: ignore[attr-defined]
+
+
+class _WhenLoaded(MetaPathFinder, Loader):
+    """Waits for the module and changes it once it is loaded."""
+
+    def __init__(self) -> None:
+        self._loader: Loader | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _SPAWN:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._loader is not None, "find_spec came first"
+        self._loader.exec_module(module)
+        _refuse(module)

@@ -20,8 +20,7 @@ from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
-from lockstep.launch.host.devices import Devices, without_accused
-from lockstep.launch.host.machine import gpu_names
+from lockstep.launch.host.machine import Devices, gpu_names, without_accused
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.job.request import Executable
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode

@@ -2,6 +2,6 @@
 
     run.loader(...) ──► loader_arguments ──► loaders ──► to_device ──► micro_batches ──► the body of the loop
 
-`left_out_samples` notices a micro-batch with fewer rows than samples. `pinned_copy` brings single values of a GPU back
-to the host without a wait.
+`micro_batches` notices a micro-batch with fewer rows than samples, too. `pinned_copy` brings single values of a GPU
+back to the host without a wait.
 """

@@ -105,7 +105,7 @@ def to_device(data: Data, device: torch.device) -> Data:
     if device.type == "cpu":
         return data
 
-    def moved(leaf: Any) -> Any:
+    def moved(leaf: object) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
         return leaf.to(device) if hasattr(leaf, "to") else leaf
@@ -117,7 +117,7 @@ def to_device(data: Data, device: torch.device) -> Data:
 def pinned(data: Data) -> Data:
     """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
 
-    def one_pinned(leaf: Any) -> Any:
+    def one_pinned(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             return leaf
         return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf

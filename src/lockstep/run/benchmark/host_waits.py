@@ -48,7 +48,7 @@ class HostWaits(TorchFunctionMode):
         self._seen: dict[tuple[str, int], list[tuple[str, float]]] = defaultdict(list)  # calls and seconds, by line
 
     @override
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> object:
         call = _CALLS.get(getattr(func, "__name__", ""), "")
         waits = call and isinstance(args[0], torch.Tensor) and (args[0].is_cuda or not self._on_gpu) and self._trains()
         where = _line_of_script(sys._getframe(1)) if waits else None

@@ -227,12 +227,12 @@ def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def schedulers_in(kept: Mapping[str, Any]) -> dict[str, Any]:
+def schedulers_in(kept: Mapping[str, object]) -> dict[str, Any]:
     """The states of schedulers among what is kept: what they decide counts for all ranks."""
     return {name: state for name, state in kept.items() if isinstance(state, Mapping) and "last_epoch" in state}
 
 
-def plain_in(value: Any, path: str = "run.kept") -> Iterator[tuple[str, object]]:
+def plain_in(value: object, path: str = "run.kept") -> Iterator[tuple[str, object]]:
     """The plain values within mappings and sequences, each with the way to it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -193,7 +193,7 @@ class LoopChecks:
             parameters += [p for p in (own if is_divided else model.parameters()) if not p.is_meta]
         return dict(zip(parameters, checksums([local_part(p.detach()) for p in parameters]), strict=True))
 
-    def _options_now(self) -> list[list[dict[str, Any]]]:
+    def _options_now(self) -> list[list[dict[str, object]]]:
         return [[_plain(group) for group in optimizer.param_groups] for optimizer in self._state.optimizers]
 
     def _refuse_second_ddp(self, outer: nn.Module, _name: str, inner: nn.Module | None) -> None:
@@ -202,7 +202,9 @@ class LoopChecks:
         ):
             raise UsageError(WITHOUT_DDP)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         if self.run_steps:
             return
         known = {id(p) for model in self._state.models for p in model.parameters()}

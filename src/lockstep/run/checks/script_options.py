@@ -67,7 +67,7 @@ class ScriptOptions:
             waiting += getattr(one, "_schedulers", ())
 
 
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
+def _copied(group: dict[str, Any]) -> dict[str, object]:
     options = {name: value for name, value in group.items() if name != "params"}
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
 

@@ -4,11 +4,9 @@
     input_follower   ... is followed back, through functions and methods, to where a value comes from:
                        input_places    the places that were found, each with its line
                        body_changes    those that a body changes itself
-                       opaque_reads    clocks, files and queues, which no look at objects knows
-                       rank_reads      the number of ranks
-    training_inputs  all of it for the loop that the script is in
+    training_inputs  all of it for the loop that the script is in; refuses what is computed from the number of ranks
+                     ... and the same look at what the loop over `Run.evaluate` measures
     shared_inputs    the places must hold the same on all ranks
-    evaluation_reads the same look at what the loop over `Run.evaluate` measures
 
 Decision 0015 says why the source is read.
 """

@@ -6,8 +6,10 @@ import builtins
 import contextlib
 import functools
 import inspect
+import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from datetime import date, datetime
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final
 
@@ -19,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.inputs.body_changes import BodyChanges, asks_step, is_of_items, reached_values
 from lockstep.run.inputs.input_places import LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
-from lockstep.run.inputs.opaque_reads import opaque_read
-from lockstep.run.source.reachable import BUILTIN_METHODS
+from lockstep.run.source.reachable import BUILTIN_METHODS, mark_of
 from lockstep.run.source.script_callees import (
     callees_of,
     is_memo,
@@ -76,6 +77,13 @@ _GIVE_NOTHING: Final = {("add",), ("update",)}
 
 _Key = tuple[CodeType, tuple[int, ...], bool]
 """A function, the objects that it is called with, and whether a body does that."""
+_CLOCKS: Final = (
+    *(time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time, time.clock_gettime),
+    *(time.time_ns, time.monotonic_ns, time.perf_counter_ns, time.process_time_ns),
+    *(vars(datetime)["now"], vars(datetime)["utcnow"], vars(date)["today"]),
+)
+#: The modules of objects that hold such things.
+_STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 
 
 class InputFollower:
@@ -519,3 +527,20 @@ class InputFollower:
 def _is_registered(module: object, name: str) -> bool:
     """Whether a module has a parameter or a buffer of this name."""
     return is_of(module, nn.Module) and any(name in vars(module)[part] for part in ("_parameters", "_buffers"))
+
+
+def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
+    """What a call reads, in words; "" where that is nothing of these.
+
+    Args:
+        path: what is called.
+        function: the same, if it is known.
+        owner: the object whose method it is.
+        ends_loop: whether that decides only how long a loop goes on: a clock may.
+    """
+    if not ends_loop and any(function is clock for clock in _CLOCKS):
+        return f"the clock, by {path.text}()"
+    if function is open:
+        return f"what {path.text}(...) reads, which no checkpoint has"
+    is_store = type(owner).__module__ in _STORES and mark_of(owner) is None
+    return f"what {path.owner.text} holds, which no checkpoint has" if is_store else ""

@@ -126,7 +126,7 @@ class RankOperations:
         return cast(T, sum(self._group.gather_objects(value, what)))
 
 
-def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> list[list[Any]]:
+def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> list[list[object]]:
     """The lists of all ranks, as they are where each rank has a run of neighbouring micro-batches.
 
     Args:

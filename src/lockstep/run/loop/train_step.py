@@ -21,7 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -138,7 +138,7 @@ class TrainStep:
             self._warnings.add(f"{changed} was put back: kernels would give other bits")
 
     def backward(
-        self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> None:
         """See `Run.backward`. The losses that have become known by it are measured."""
         current = self._in_loop("run.step(...) or run.backward(...)")
@@ -445,7 +445,7 @@ class TrainStep:
         """Before the first micro-batch: modules may have been replaced or added since the last one."""
         self._sets.new_pass()
 
-    def _task(self, loss: Callable[..., torch.Tensor], data: tuple[Any, ...], target: ParameterSet) -> LossCall:
+    def _task(self, loss: Callable[..., torch.Tensor], data: tuple[object, ...], target: ParameterSet) -> LossCall:
         """What the user would compute: ``loss(model(inputs), targets)``."""
         if len(data) != 2:
             name = getattr(loss, "__name__", type(loss).__name__)

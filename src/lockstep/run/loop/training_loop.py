@@ -8,16 +8,14 @@ import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import CodeType
-from typing import Any, Final
+from typing import Final
 
 from lockstep.batch import MicroBatchPosition, StepCheck
 from lockstep.data import Data, MicroBatchLoader, TorchLoader
 from lockstep.errors import CheckpointError, LockstepError, UsageError
 from lockstep.launch_contract import EXIT_OK
-from lockstep.run.batches.left_out_samples import LeftOutSamples
 from lockstep.run.batches.loaders import Loaders, refuse_uneven
-from lockstep.run.batches.micro_batches import MicroBatches, refuse_count
-from lockstep.run.checks.script_sums import ScriptSums
+from lockstep.run.batches.micro_batches import LeftOutSamples, MicroBatches, refuse_count
 from lockstep.run.loop.end_of_step import EndOfStep
 from lockstep.run.loop.epochs import OuterLoop
 from lockstep.run.loop.parameter_sets import Optimizers
@@ -25,6 +23,7 @@ from lockstep.run.loop.step_data import StepData
 from lockstep.run.loop.train_step import Count, CurrentMicroBatch, Loss, LossKind, TrainStep
 from lockstep.run.proofs.replay import SAMPLES, ReplayError
 from lockstep.run.proofs.replay_series import ReplaySeries
+from lockstep.run.proofs.script_snapshot import ScriptSums
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import changed, look, script_roots
@@ -232,7 +231,9 @@ class TrainingLoop:
         self._position.is_left = True
         self._context.leaves.leave("left the loop over run.train(...)", self._position.progress.step)
 
-    def step(self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers) -> bool:
+    def step(
+        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+    ) -> bool:
         """`backward` and `update`; returns whether the step is complete. Collective at the last micro-batch."""
         if count is None:
             self._left_out.refuse()
@@ -240,7 +241,7 @@ class TrainingLoop:
         return self.update(optimizer)
 
     def backward(
-        self, loss: Loss, data: tuple[Any, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
+        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
         """The backward pass of a micro-batch; returns whether it was the last one of the step on this rank.
 

@@ -290,7 +290,7 @@ class Replays:
                 for name, buffer in model.named_buffers():
                     self.play.note(f"the buffer {name}", buffer)
 
-    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, Any]) -> Play | None:
+    def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, object]) -> Play | None:
         """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
 
         Returns the play of the micro-batch, if it has one.

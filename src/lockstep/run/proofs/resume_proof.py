@@ -317,7 +317,7 @@ def _bit_sum(tensor: torch.Tensor, first: int) -> int | torch.Tensor:
     return (sums * (2 * torch.arange(first, first + len(sums), device=sums.device) + 1)).sum()
 
 
-def _together(parts: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+def _together(parts: Iterator[Mapping[str, object]]) -> dict[str, object]:
     found = {index: value for part in parts for index, value in part.items()}
     return {index: found[index] for index in sorted(found, key=int)}
 
@@ -330,7 +330,7 @@ def _added(parts: Iterator[Mapping[str, int]]) -> dict[str, int]:
     return total
 
 
-def _other(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def _other(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
     """The first name of both whose values differ."""
     return next((name for name, value in before.items() if now.get(name, value) != value), None)
 

@@ -1,7 +1,7 @@
 """From the death of a rank to the step after it, without a step lost.
 
     while all is well
-      resume_point, point_marks    does this rank still hold the state of the last finished step, unchanged?
+      resume_point                 does this rank still hold the state of the last finished step, unchanged?
       measures_journal             what this rank alone has measured, in memory that outlives its process;
       copied_measures              ... and on another host
       mirror, mirror_plan          where a rank alone holds a part of the state: copies of it, here and on another host

@@ -5,7 +5,7 @@
     the first loop           resume           the newest checkpoint is loaded, signals are listened to
                              identity         ... and what the bits depend on is compared: between ranks, with the past
     the script ends          shutdown         the last save; an error gets the advice that belongs to it
-                             error_file       ... and is left for the launcher
+                                              ... and is left for the launcher
 
 `run_checkpoints` is where checkpoints are saved and loaded, or nothing where a run has none. `precision` and `kernels`
 hold number formats and kernels to what the run was set to. `missing_names` answers names that `Run` does not have.

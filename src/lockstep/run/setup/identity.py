@@ -50,7 +50,7 @@ class SeenContents(NamedTuple):
     seen: SeenSamples
     changes: bool  #: whether something else was seen as an earlier pass began, as where the script makes new data
 
-    def as_list(self) -> list[Any]:
+    def as_list(self) -> list[object]:
         """Plain values, for a checkpoint."""
         return [self.epoch, self.seen.indices, self.seen.checksum, self.changes]
 
@@ -266,7 +266,7 @@ def _options(group: SavedTree) -> dict[str, str]:
     return options
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """``value`` in words that are the same in every process: without addresses and devices."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
@@ -290,7 +290,7 @@ def differences(before: SavedTree, now: SavedTree) -> list[str]:
     return texts
 
 
-def _describe_value(name: str, before: Any, now: Any) -> list[str]:
+def _describe_value(name: str, before: object, now: object) -> list[str]:
     return [f"resumed with {name}={now}, saved with {before}: the bits differ from here on"] if before != now else []
 
 
@@ -317,7 +317,7 @@ def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -
     ]
 
 
-def _describe_contents(before: Mapping[str, Sequence[Any]], now: Mapping[str, Sequence[Any]]) -> list[str]:
+def _describe_contents(before: Mapping[str, Sequence[object]], now: Mapping[str, Sequence[object]]) -> list[str]:
     texts = []
     for name in now.keys() & before.keys():
         (was_epoch, indices, was, changed), (epoch, looked_at, found, changes) = before[name], now[name]

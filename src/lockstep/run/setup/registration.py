@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 from torch import nn
@@ -141,7 +141,7 @@ class Registration:
         self._context.strategy.check_optimizer(optimizer)
         self._state.optimizers.append(optimizer)
 
-    def scheduler(self, scheduler: Any) -> None:
+    def scheduler(self, scheduler: object) -> None:
         """Register ``scheduler``, which steps once with each step of the optimizer that it belongs to.
 
         Raises:

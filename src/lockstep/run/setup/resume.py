@@ -12,7 +12,7 @@ from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM, SAVE_ONLY
 from lockstep.run.checks.script_options import ScriptOptions
-from lockstep.run.inputs.rank_reads import require_no_ranks
+from lockstep.run.inputs.training_inputs import require_no_ranks
 from lockstep.run.metrics.run_log import RunLog
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.recovery.left_behind import LeftBehind

@@ -64,7 +64,7 @@ class RunCheckpointer:
         """
         return False
 
-    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+    def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
 
     def next_step(self) -> tuple[Path, dict[str, Any] | None]:
@@ -250,7 +250,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         return begins
 
     @override
-    def note_next_step(self, step: int, content: Mapping[str, Any]) -> None:
+    def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         self._checkpoints.note_next_step(step, content)
 
     @override

@@ -23,11 +23,10 @@ from lockstep.launch_contract import MEASURE, RESUME, STOP_FILE, TRANSCRIPT
 from lockstep.report import refuse_unknown_trackers
 from lockstep.run.benchmark.torch_profiler import StepProfiler
 from lockstep.run.checks.oom_advice import free_bytes, gpu_memory
-from lockstep.run.checks.rank_warnings import RankWarnings
 from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.loop.position import RunPosition
 from lockstep.run.metrics.metric_means import PassMetrics
-from lockstep.run.metrics.progress_reporter import ProgressReporter
+from lockstep.run.metrics.progress_reporter import ProgressReporter, RankWarnings
 from lockstep.run.recovery.survivor import Emergency, open_emergency, writes_emergency
 from lockstep.run.setup.identity import RunIdentity
 from lockstep.run.setup.kernels import Kernels, number_formats

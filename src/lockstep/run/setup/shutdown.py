@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
-from collections.abc import Callable
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Final
 
 import torch
+from torch import nn
 
 from lockstep.error_advice import add_advice
 from lockstep.errors import LockstepError, TrialStopped
+from lockstep.peer_failure import is_peer_failure
 from lockstep.run.batches.loaders import Loaders
 from lockstep.run.benchmark.measurement import Measurement
 from lockstep.run.checks.oom_advice import MemoryPeak, add_memory_advice, staying_bytes, wanted_bytes
-from lockstep.run.checks.outside_forward import method_of
 from lockstep.run.loop.end_of_step import EndOfStep
 from lockstep.run.loop.train_step import TrainStep
 from lockstep.run.metrics.metric_means import explain_missing
 from lockstep.run.metrics.run_log import RunLog
-from lockstep.run.setup.error_file import silence_interrupt, write_torchelastic_error
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import RunContext
 from lockstep.script_end import forget
@@ -32,6 +39,10 @@ _RESUMED_AT_END: Final = (
     "no micro-batch left, and variables of the script are what they were before the loop. The means of "
     "run.measure(...) are in run.metrics there, and objects given to run.keep(...) are restored"
 )
+#: What a call of a module goes through.
+_CALLS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
+# torchrun looks for a failing rank's error here, and reports it as the root cause.
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Shutdown:
@@ -197,3 +208,54 @@ class Shutdown:
             precision=self._context.settings.precision,
         )
         add_memory_advice(error, peak)
+
+
+def method_of(error: BaseException, models: Sequence[nn.Module]) -> str:
+    """Such as ``VAE.decode``: the outermost method of one of ``models`` in the traceback; "" if it was called whole."""
+    trace = error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_code.co_name
+        if name in _CALLS and isinstance(trace.tb_frame.f_locals.get("self"), nn.Module):
+            return ""  # what comes is within a forward pass, such as a hook
+        model = _model_of(trace.tb_frame, models)
+        if model is not None:
+            return trace.tb_frame.f_code.co_qualname.replace("<locals>.", "")
+        trace = trace.tb_next
+    return ""
+
+
+def _model_of(frame: FrameType, models: Sequence[nn.Module]) -> nn.Module | None:
+    owner = frame.f_locals.get("self")
+    return next((model for model in models if model is owner), None)
+
+
+def write_torchelastic_error(error: BaseException, env: Mapping[str, str], now_s: float | None = None) -> None:
+    """Write ``error`` where torchrun looks for it, unless something is there; nothing under other launchers.
+
+    torchrun takes the error of the earliest second for the cause, and of those the lowest rank's. An error which only
+    says that another rank is gone is therefore dated to the second after.
+    """
+    path = env.get(_ERROR_FILE)
+    if not path or Path(path).exists():
+        return
+    second = int(time.time() if now_s is None else now_s) + is_peer_failure(error)
+    record = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(second),
+        },
+    }
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": record}), encoding="utf-8")
+
+
+def silence_interrupt() -> None:
+    """An interrupt that the script does not catch prints no traceback; the exit code says it."""
+    before = sys.excepthook
+
+    def print_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, trace)
+
+    sys.excepthook = print_others

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -115,7 +115,7 @@ def _is_read(code: CodeType) -> bool:
     return code.co_name not in _PARTS and is_script(code.co_filename)
 
 
-def function_of(frame: FrameType, first: object, variables: Mapping[str, Any]) -> FunctionType | None:
+def function_of(frame: FrameType, first: object, variables: Mapping[str, object]) -> FunctionType | None:
     """The function that runs in ``frame``: of the class of its first argument, of its module, or any with its code."""
     code = frame.f_code
     kind = first if isinstance(first, type) else type(first)

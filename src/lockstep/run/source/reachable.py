@@ -317,7 +317,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
 )
 
 
-def parts_of(value: Any) -> list[tuple[str, object]]:
+def parts_of(value: object) -> list[tuple[str, object]]:
     """What lies one step from ``value``, each with the text of the step."""
     try:
         return list(_walk(value, type(value)))
@@ -366,7 +366,7 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
             yield f".{name}", function.__globals__[name]
 
 
-def _attributes_of(value: Any, kind: type) -> Iterator[tuple[str, object]]:
+def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
     found: dict[str, object] = {}
     for each in reversed(kind.__mro__):
         is_torchs = each.__module__.startswith("torch")

@@ -48,7 +48,7 @@ class Place(NamedTuple):
             return id(self.owner), self.name
         return id(self._replace(attributes=self.attributes[:-1]).value(None)), self.attributes[-1]
 
-    def value(self, variables: Mapping[str, Any] | None) -> object:
+    def value(self, variables: Mapping[str, object] | None) -> object:
         """What is there now, or `NOTHING`; ``variables`` are those of the frame that is its owner."""
         value = variable_at(self.owner, self.name) if variables is None else variables.get(self.name, NOTHING)
         for name in self.attributes:
@@ -116,7 +116,7 @@ def variable_at(owner: object, name: str) -> object:
     return owner.get(name, NOTHING) if name and isinstance(owner, dict) else owner
 
 
-def attributes_of(value: object) -> dict[str, Any]:
+def attributes_of(value: object) -> dict[str, object]:
     """What an object has by itself, and not from its class."""
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")

@@ -99,7 +99,7 @@ class Attributes:
         limit = _LARGEST_BYTES if self._is_module else None
         return changed if all(is_storable(value, limit) for value in changed.values()) else {}
 
-    def load(self, state: Mapping[str, Any], device: torch.device) -> None:
+    def load(self, state: Mapping[str, object], device: torch.device) -> None:
         """They are what `state` gave, and numbers that it does not have are what they were first."""
         held = vars(self._owner)
         for name, value in self._plain_first.items():

@@ -45,7 +45,7 @@ class CarriedState(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         return self._in_body()[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         self._in_body()[name] = value
 
     def __delitem__(self, name: str) -> None:
@@ -83,7 +83,7 @@ class CarriedState(MutableMapping[str, Any]):
         return self._used
 
     @property
-    def current(self) -> Mapping[str, Any]:
+    def current(self) -> Mapping[str, object]:
         """What the current micro-batch carries to the next step so far; empty outside of the body."""
         return {} if self._current is None or not self._used else self._current
 

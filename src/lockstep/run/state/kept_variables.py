@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -91,7 +91,7 @@ def _find(name: str, value: object, frame: FrameType | None) -> tuple[str, Calla
     return None
 
 
-def _reader(code: Any, name: str) -> Callable[[FrameType], object]:
+def _reader(code: object, name: str) -> Callable[[FrameType], object]:
     def now(frame: FrameType) -> object:
         found = (one for one in script_frames(frame) if one.f_code is code)
         return next((variables_of(one).get(name) for one in found), None)

@@ -45,7 +45,7 @@ class RegisteredScheduler:
         self.scheduler.step()
         self._counts = self._count()
 
-    def _count(self) -> list[Any]:
+    def _count(self) -> list[object]:
         """How often it has stepped, and those that it is made of, as `SequentialLR` is."""
         return [
             getattr(one, "last_epoch", None) for one in (self.scheduler, *getattr(self.scheduler, "_schedulers", ()))

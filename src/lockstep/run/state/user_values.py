@@ -59,7 +59,7 @@ class PlainValue:
         _check(self.value, self._name)  # what a list holds now is not what it held when it was given
         return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, self.value)
 
-    def load_state_dict(self, state: Any, /) -> None:
+    def load_state_dict(self, state: object, /) -> None:
         """The value is ``state``: lists, dicts and tensors become that in place.
 
         Raises:
@@ -144,7 +144,7 @@ def _check(value: object, path: str) -> None:
         )
 
 
-def restored(here: Any, saved: Any) -> Any:
+def restored(here: object, saved: object) -> Any:
     """``saved``, in what the script holds already wherever that can change in place."""
     if isinstance(here, dict) and isinstance(saved, dict):
         new = {key: restored(here.get(key), value) for key, value in saved.items()}

@@ -32,7 +32,6 @@ format.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,12 +39,9 @@ import torch
 from torch import nn
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.strategies.local.averaging import RankAverager
 from lockstep.strategies.local.flat_ranges import FlatRange, by_dtype, cut, gather, scatter, sizes_of
-from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
-from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet
-from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalStrategy
+from lockstep.strategies.strategy import StateDict, StrategyContext
 from lockstep.strategy_kinds import DilocoOptions
 
 _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,58 +143,25 @@ class OuterOptimizer:
                 tensor.copy_(value)
 
 
-class DiLoCo(Strategy):
+class DiLoCo(LocalStrategy):
     """The strategy ``diloco``."""
 
     def __init__(self, context: StrategyContext, options: DilocoOptions) -> None:
-        group = context.group
-        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+        super().__init__(context)
         self._options: Final = options
-        self._say: Final = context.say
-        self._ranks: Final = group.size
-        self._device: Final = group.device
+        self._ranks: Final = context.group.size
+        self._device: Final = context.group.device
         self._schedule: Final = Schedule(options.period, options.fragments, options.overlap)
         self._outer: Final = OuterOptimizer(options.outer_lr, options.outer_momentum, options.fragments)
-        self._local: Final = LocalSteps(context)
-        self._averager: Final = RankAverager(group, context.bucket_mb)
-        self._replicas: Final = DivergedReplicas(self._averager)
-        self._layout: Final = AveragedLayout(self._replicas)
-        self.state_layout = self._layout
         self._in_flight: list[torch.Tensor] = []  # the exchange that was begun and not applied
         self._arrived_mean: list[torch.Tensor] = []  # or the mean that came of it
-        self._steps = 0  # made with this strategy
         self._left_start = False  # whether parameters have left where the outer optimizer starts from
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself. Collective."""
-        self._replicas.setup_model(model)
-        self._local.setup_model(model)
+        super().setup_model(model, find_unused_parameters=find_unused_parameters)
         self._outer.add_parameters(self._replicas.trained)
         return model
-
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Prepare the forward pass of a micro-batch."""
-        self._local.begin_micro_batch(position)
-
-    def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
-        self._local.backward(loss, weight, target, position)
-
-    def replay(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Compute and drop gradients."""
-        self._local.replay(loss, weight, target, position)
-
-    def end_replay(self) -> None:
-        """Restore buffers."""
-        self._local.end_replay()
-
-    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Turn ``.grad`` into the mean over this rank's own items."""
-        self._local.normalize_by_count(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, begin and apply the exchanges of fragments that are due. Collective then."""
@@ -221,10 +184,6 @@ class DiLoCo(Strategy):
                 self._left_start = False
             self._local.resync()
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
-        return self._replicas.averaged_models()
-
     def finish_training(self) -> None:
         """Give every rank the mean, for good, and the outer optimizer starts from it. Collective."""
         self._finish_exchange()
@@ -233,14 +192,9 @@ class DiLoCo(Strategy):
         self._left_start = False
         self.resync()
 
-    def discard_step(self) -> None:
-        """Drop gradients, and restore buffers."""
-        self._local.discard_step()
-
     def resync(self) -> None:
         """Start from what models hold now."""
-        self._local.resync()
-        self._replicas.resync()
+        super().resync()
         if not self._left_start:
             self._outer.restart()  # or what the script has filled in would count as progress
 
@@ -271,10 +225,6 @@ class DiLoCo(Strategy):
             elif state["arrived"]:
                 self._say("the exchange under way when the run was saved is dropped, for its schedule was another")
         self.resync()
-
-    def close(self) -> None:
-        """End the threads and connections of averages."""
-        self._averager.close()
 
     def _begin_exchange(self, fragment: int) -> None:
         wire = _WIRES[self._options.wire]

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
@@ -35,11 +34,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.strategies.local.averaging import RankAverager
-from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps
-from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet, parameters_of
+from lockstep.strategies.local.local_steps import NO_FP16_REASON, LocalSteps, LocalStrategy
+from lockstep.strategies.parts.gradient_accumulation import parameters_of
 from lockstep.strategies.replicated.ddp import Ddp
-from lockstep.strategies.strategy import ReplicaAssignment, StateDict, Strategy, StrategyContext
+from lockstep.strategies.strategy import StateDict, Strategy, StrategyContext
 from lockstep.strategy_kinds import LocalSgdOptions
 
 
@@ -53,16 +51,13 @@ def open_strategy(context: StrategyContext, options: LocalSgdOptions) -> LocalSg
     return LocalSgd(context, options)
 
 
-class LocalSgd(Strategy):
+class LocalSgd(LocalStrategy):
     """The strategy ``local-sgd``."""
 
     def __init__(self, context: StrategyContext, options: LocalSgdOptions) -> None:
+        super().__init__(context)
         group = context.group
-        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
         self._options: Final = options
-        self._say: Final = context.say
-        self._local: Final = LocalSteps(context)
-        self._averager: Final = RankAverager(group, context.bucket_mb)
         same_node = [rank for rank, node in enumerate(group.nodes) if node == group.nodes[group.rank]]
         self._node_averager: Final = (
             RankAverager(group.subgroup(same_node), context.bucket_mb) if options.node_period else None
@@ -72,55 +67,26 @@ class LocalSgd(Strategy):
         self._ddp: Final = (
             Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
         )
-        self._replicas: Final = DivergedReplicas(self._averager)
-        self._layout: Final = AveragedLayout(self._replicas)
-        self.state_layout = self._layout
         self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
             self._hooks.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
-        self._steps = 0  # made with this strategy
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself. Collective."""
-        self._replicas.setup_model(model)
-        self._local.setup_model(model)
+        super().setup_model(model, find_unused_parameters=find_unused_parameters)
         if self._ddp is not None:
             self._ddp.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         return model
-
-    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Prepare the forward pass of a micro-batch."""
-        (self._warming_up or self._local).begin_micro_batch(position)
-
-    def backward(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
-        (self._warming_up or self._local).backward(loss, weight, target, position)
-
-    def replay(
-        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
-    ) -> None:
-        """Compute and drop gradients."""
-        (self._warming_up or self._local).replay(loss, weight, target, position)
-
-    def end_replay(self) -> None:
-        """Restore buffers."""
-        (self._warming_up or self._local).end_replay()
 
     def begin_count(self, counted: int) -> Callable[[], int]:
         """The items of this rank; of all ranks where they step together to warm up. Collective then."""
         return (lambda: counted) if self._warming_up is None else self._warming_up.begin_count(counted)
 
-    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
-        """Turn ``.grad`` into the mean over this rank's own items."""
-        (self._warming_up or self._local).normalize_by_count(target, samples, counted)
-
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
         """After the last micro-batch, average over ranks if it is time to. Collective then."""
         warming_up = self._warming_up
-        (warming_up or self._local).end_micro_batch(position)
+        self._computing.end_micro_batch(position)
         if not position.last:
             return
         self._steps += 1
@@ -139,23 +105,14 @@ class LocalSgd(Strategy):
             return
         self._local.resync()
 
-    def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
-        return self._replicas.averaged_models()
-
     def finish_training(self) -> None:
         """Give every rank the mean, for good. Collective."""
         self._replicas.average()
         self._local.resync()
 
-    def discard_step(self) -> None:
-        """Drop gradients, and restore buffers."""
-        (self._warming_up or self._local).discard_step()
-
     def resync(self) -> None:
         """Start from what models hold now."""
-        self._local.resync()
-        self._replicas.resync()
+        super().resync()
         if self._ddp is not None:
             self._ddp.resync()
 
@@ -177,11 +134,15 @@ class LocalSgd(Strategy):
     def close(self) -> None:
         """End the threads and connections of averages."""
         self._hooks.close()
-        self._averager.close()
+        super().close()
         if self._node_averager is not None:
             self._node_averager.close()
         if self._ddp is not None:
             self._ddp.close()
+
+    @property
+    def _computing(self) -> LocalSteps | Strategy:
+        return self._warming_up or self._local
 
     @property
     def _warming_up(self) -> Ddp | None:

@@ -7,6 +7,7 @@ rank 1                          0 1 2       of 3, likewise
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Final
 
 import torch
@@ -15,10 +16,12 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import single_rank_group
 from lockstep.errors import SettingError
+from lockstep.strategies.local.averaging import RankAverager
+from lockstep.strategies.local.model_averaging import AveragedLayout, DivergedReplicas
 from lockstep.strategies.parts.batchnorm import normalises_over_ranks
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet, divide_by_counts
 from lockstep.strategies.replicated.single_process import SingleProcess
-from lockstep.strategies.strategy import StrategyContext
+from lockstep.strategies.strategy import ReplicaAssignment, Strategy, StrategyContext
 
 NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other steps and have a loss scale of its own"
 
@@ -127,6 +130,73 @@ class LocalSteps:
         return MicroBatchPosition(
             position.index - run.start, len(run), position.last, False, position.samples, position.step_samples
         )
+
+
+class LocalStrategy(Strategy):
+    """A strategy under which each rank steps by itself between two averages."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        group = context.group
+        self.assignment = ReplicaAssignment(group.rank, group.size, in_step=group.size == 1)
+        self._say: Final = context.say
+        self._local: Final = LocalSteps(context)
+        self._averager: Final = RankAverager(group, context.bucket_mb)
+        self._replicas: Final = DivergedReplicas(self._averager)
+        self._layout: Final = AveragedLayout(self._replicas)
+        self.state_layout = self._layout
+        self._steps = 0  # made with this strategy
+
+    @property
+    def _computing(self) -> LocalSteps | Strategy:
+        """What computes the gradients of the step under way."""
+        return self._local
+
+    def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
+        """``model`` itself. Collective."""
+        self._replicas.setup_model(model)
+        self._local.setup_model(model)
+        return model
+
+    def begin_micro_batch(self, position: MicroBatchPosition) -> None:
+        """Prepare the forward pass of a micro-batch."""
+        self._computing.begin_micro_batch(position)
+
+    def backward(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
+        self._computing.backward(loss, weight, target, position)
+
+    def replay(
+        self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
+    ) -> None:
+        """Compute and drop gradients."""
+        self._computing.replay(loss, weight, target, position)
+
+    def end_replay(self) -> None:
+        """Restore buffers."""
+        self._computing.end_replay()
+
+    def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
+        """Turn ``.grad`` into the mean over this rank's own items."""
+        self._computing.normalize_by_count(target, samples, counted)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
+        return self._replicas.averaged_models()
+
+    def discard_step(self) -> None:
+        """Drop gradients, and restore buffers."""
+        self._computing.discard_step()
+
+    def resync(self) -> None:
+        """Start from what models hold now."""
+        self._local.resync()
+        self._replicas.resync()
+
+    def close(self) -> None:
+        """End the threads and connections of averages."""
+        self._averager.close()
 
 
 def _clear_gradients(target: ParameterSet) -> None:

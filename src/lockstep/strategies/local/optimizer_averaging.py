@@ -105,7 +105,7 @@ def _same(value: object, other: object) -> bool:
     return type(value) is type(other) and value == other
 
 
-def _by_number(flat: Mapping[Key, Any]) -> dict[int | str, dict[str, Any]]:
+def _by_number(flat: Mapping[Key, object]) -> dict[int | str, dict[str, object]]:
     found: dict[int | str, dict[str, Any]] = {}
     for (number, name), value in flat.items():
         found.setdefault(number, {})[name] = value

@@ -32,7 +32,7 @@ class AbsentParameter(torch.Tensor):
     _draws: TorchDispatchMode
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         """Call ``func``, and draw what it draws.
 
         Raises:
@@ -78,7 +78,7 @@ class _DrawsAlike(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device: Final = device
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         is_read = func is aten("_local_scalar_dense").default
         draws = torch.Tag.nondeterministic_seeded in func.tags
@@ -95,7 +95,7 @@ class _DrawsAlike(TorchDispatchMode):
             func(*pytree.tree_map(self._in_memory, args), **pytree.tree_map(self._in_memory, kwargs))
         return func(*args, **kwargs)
 
-    def _in_memory(self, value: Any) -> Any:
+    def _in_memory(self, value: Any) -> object:
         if not isinstance(value, torch.Tensor) or not value.is_meta:
             return value
         return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
@@ -107,7 +107,7 @@ class _Refusal(TorchDispatchMode):
         self._name: Final = name
         self._in_loop: Final = in_loop
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         draws = torch.Tag.nondeterministic_seeded in func.tags
         changes = schema_of(func).is_mutable and self._in_loop()
         if (draws or changes) and _on_meta((args, kwargs)):

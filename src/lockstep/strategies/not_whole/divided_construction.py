@@ -131,14 +131,14 @@ class DividedConstruction:
     def restore_rows(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give ``parameters`` their memory again, with this rank's rows; the others hold anything. Not collective."""
         for parameter in parameters:
-            divided = self._known.pop(_storage_of(parameter), None)
+            divided = self._known.pop(storage_key(parameter), None)
             if divided is not None:
                 divided.restore_rows()
 
     def restore(self, parameters: Iterable[nn.Parameter]) -> None:
         """Give ``parameters`` their memory again, and all values. Collective."""
         for parameter in parameters:
-            divided = self._known.pop(_storage_of(parameter), None)
+            divided = self._known.pop(storage_key(parameter), None)
             if divided is not None:
                 divided.restore()
 
@@ -147,7 +147,7 @@ class DividedConstruction:
     def before(self, tensors: Iterable[torch.Tensor], overwritten: torch.Tensor | None) -> None:
         """An operation is about to use ``tensors``, and to overwrite all of one."""
         for tensor in tensors:
-            divided = self._known.get(key := _storage_of(tensor))
+            divided = self._known.get(key := storage_key(tensor))
             if divided is not None:
                 divided.restore(with_values=tensor is not overwritten)
                 self._forget_use(key)
@@ -155,9 +155,9 @@ class DividedConstruction:
 
     def after(self, used: Iterable[torch.Tensor], made: Iterable[torch.Tensor], *, allocated: bool) -> None:
         """An operation has used some tensors, and ``made`` others, which have no values if they are ``allocated``."""
-        in_use = {_storage_of(tensor) for tensor in used}
+        in_use = {storage_key(tensor) for tensor in used}
         for tensor in made:
-            in_use.add(key := _storage_of(tensor))
+            in_use.add(key := storage_key(tensor))
             if key not in self._known and key not in self._handed_out and self._can_divide(tensor):
                 self._known[key] = _Divided(tensor, self._group, has_values=not allocated)
                 self._use(key, self._known[key])
@@ -188,18 +188,18 @@ class DividedConstruction:
 
     def written(self, tensor: torch.Tensor) -> None:
         """An operation has changed ``tensor``."""
-        divided = self._known.get(_storage_of(tensor))
+        divided = self._known.get(storage_key(tensor))
         if divided is not None:
             divided.has_values = True
 
     def covers(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is one of those that are divided, and all of its storage."""
-        divided = self._known.get(_storage_of(tensor))
+        divided = self._known.get(storage_key(tensor))
         return divided is not None and divided.is_all(tensor)
 
     def read_rows(self, tensor: torch.Tensor, stored: StoredTensor) -> bool:
         """Copy this rank's rows of ``stored`` into ``tensor``; false if it must be copied whole."""
-        divided = self._known.get(key := _storage_of(tensor))
+        divided = self._known.get(key := storage_key(tensor))
         if divided is None or not divided.is_all(tensor) or tensor.shape != stored.shape or not tensor.dim():
             return False
         self._forget_use(key)
@@ -209,7 +209,7 @@ class DividedConstruction:
     def stays_whole(self, tensors: Iterable[torch.Tensor]) -> None:
         """Something may look at the memory of ``tensors`` without an operation from now on. Collective."""
         for tensor in tensors:
-            divided = self._known.pop(key := _storage_of(tensor), None)
+            divided = self._known.pop(key := storage_key(tensor), None)
             self._handed_out.setdefault(key, StorageWeakRef(tensor.untyped_storage()))
             if divided is not None:
                 self._forget_use(key)
@@ -222,7 +222,7 @@ class DividedConstruction:
     def _finish(self, model: nn.Module) -> None:
         """Each rank keeps its rows of every parameter, and the whole of whatever else is still there."""
         gc.collect()
-        parameters = {_storage_of(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
+        parameters = {storage_key(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
         for key, divided in list(self._known.items()):
             if divided.is_gone:
                 del self._known[key]
@@ -240,9 +240,9 @@ class DividedConstruction:
                 raise UsageError(without_values(name, model))
             if not found.divide_as(parameter):
                 continue  # something looks at its memory
-            self._known[_storage_of(parameter)] = found
+            self._known[storage_key(parameter)] = found
             checksums.append(found.checksum)
-        whole = [p.detach() for p in model.parameters() if not p.is_meta and _storage_of(p) not in self._known]
+        whole = [p.detach() for p in model.parameters() if not p.is_meta and storage_key(p) not in self._known]
         checksums += [checksum(p) for p in whole]
         self._everybody.check_equal(
             "the values that run.model(...) gave its parameters (the function must make the same model on every rank)",
@@ -367,7 +367,7 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._construction: Final = construction
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         kwargs = kwargs or {}
         with without_torch_function(of_modes=True):
             return self._run(func, args, kwargs)
@@ -383,8 +383,8 @@ class _Operations(TorchDispatchMode):
         used = [value for value in pytree.tree_leaves((args, kwargs)) if is_plain(value)]
         overwritten = None
         if func.overloadpacket in _OVERWRITES and is_plain(args[0]) and construction.covers(args[0]):
-            storage = _storage_of(args[0])  # ... which a view of itself, such as the source of a copy, would read
-            overwritten = args[0] if [_storage_of(tensor) for tensor in used].count(storage) == 1 else None
+            storage = storage_key(args[0])  # ... which a view of itself, such as the source of a copy, would read
+            overwritten = args[0] if [storage_key(tensor) for tensor in used].count(storage) == 1 else None
         construction.before(used, overwritten)
         out = func(*args, **kwargs)
         for tensor in written_by(func, args, kwargs):
@@ -401,7 +401,7 @@ class _Escapes(TorchFunctionMode):
         super().__init__()
         self._construction: Final = construction
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if getattr(func, "__name__", "") in _HANDS_OUT_MEMORY:
             with without_torch_function(of_modes=True):
                 self._construction.stays_whole(value for value in pytree.tree_leaves(args) if is_plain(value))
@@ -430,11 +430,6 @@ def without_values(name: str, model: nn.Module) -> str:
         "reset_parameters() that does, or hand over the function that makes the model with its values, as in "
         "run.model(lambda: Net()), without torch.device('meta')"
     )
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    key: int = storage_key(tensor)
-    return key
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -180,7 +180,7 @@ def _overloads(packets: Iterable[OpOverloadPacket]) -> list[OpOverload]:
     return [getattr(packet, name) for packet in packets for name in packet.overloads()]
 
 
-def _call(op: Any, args: Any, kwargs: Any) -> Any:
+def _call(op: Any, args: object, kwargs: object) -> Any:
     """Compute ``op`` of tensors, one of which at least is divided."""
     tensors = (value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
     group = next((_groups[tensor.device_mesh] for tensor in tensors if tensor.device_mesh in _groups), None)
@@ -191,7 +191,7 @@ def _call(op: Any, args: Any, kwargs: Any) -> Any:
         return handler(group, op, args, kwargs)
 
 
-def _by_torch(op: Any, args: Any, kwargs: Any) -> Any:
+def _by_torch(op: Any, args: Any, kwargs: Any) -> object:
     handler = _of_torch.get(op)
     if handler is not None:
         return handler(op, args, kwargs)
@@ -243,18 +243,18 @@ def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, placed, found)
 
 
-def _element_by_element(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+def _element_by_element(group: Group, op: object, args: object, kwargs: object) -> Any:
     """Compute what depends on one element of each argument: by rows on GPUs, whole on CPUs, see `_BY_ROWS`."""
     on_cpu = any(value.device.type == "cpu" for value in pytree.tree_leaves(args) if isinstance(value, DTensor))
     return _whole(group, op, args, kwargs) if on_cpu else _by_torch(op, args, kwargs)
 
 
-def _power(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+def _power(group: Group, op: object, args: Any, kwargs: object) -> Any:
     is_exact = isinstance(args[1], int | float) and args[1] in _EXACT_EXPONENTS
     return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)
 
 
-def _scaled_sum(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
+def _scaled_sum(group: Group, op: object, args: object, kwargs: Any) -> object:
     types = {value.dtype.itemsize for value in pytree.tree_leaves(args) if isinstance(value, DTensor)}
     is_exact = kwargs.get("alpha", 1) == 1 or min(types) > 2
     return _by_torch(op, args, kwargs) if is_exact else _element_by_element(group, op, args, kwargs)

@@ -67,7 +67,7 @@ class GatheredCopy(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call ``func``; a view of such a copy is one, too.
 
         Raises:
@@ -89,8 +89,7 @@ class GatheredCopy(DTensor):
 
 def storage_of(tensor: DTensor) -> int:
     """A number that two tensors share if their parts on this rank are in the same memory."""
-    key: int = storage_key(tensor.to_local())
-    return key
+    return storage_key(tensor.to_local())
 
 
 def refuse_write() -> NoReturn:

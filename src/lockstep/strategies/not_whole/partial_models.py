@@ -93,7 +93,7 @@ class AbsentTensor(torch.Tensor):
         absent._what = half_a_model(name, strategy)
         return absent
 
-    def cpu(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def cpu(self, *args: object, **kwargs: object) -> NoReturn:
         """Not possible."""
         raise UsageError(self._what)
 
@@ -104,7 +104,7 @@ class AbsentTensor(torch.Tensor):
     def __bool__(self) -> NoReturn:
         raise UsageError(self._what)
 
-    def numpy(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def numpy(self, *args: object, **kwargs: object) -> NoReturn:
         """Not possible."""
         raise UsageError(self._what)
 

@@ -7,7 +7,6 @@
 `hybrid`                    the strategy ``hybrid``: embeddings on servers, the rest among the workers
 `embedding_tables`          their look-ups and gradients
 `row_division`              which server holds which rows
-`served_tables`             which embeddings of a model are served
-`table_construction`        embeddings of which no rank holds all while they are made
+`table_construction`        which embeddings are served; they are made with no rank that holds all of one
 `flat_buckets`              tensors that are sent as one, and gradients that are summed so
 """

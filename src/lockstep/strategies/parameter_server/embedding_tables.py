@@ -111,7 +111,7 @@ class ServedTable:
         weight = self.module.weight.detach()
         return weight[(rows - self.rows.start).to(weight.device)].cpu()
 
-    def look_up(self, fetch: Fetch, inputs: Sequence[Any], named: Mapping[str, Any]) -> torch.Tensor:
+    def look_up(self, fetch: Fetch, inputs: Sequence[object], named: Mapping[str, object]) -> torch.Tensor:
         """What the module's forward pass returns, also that of a class of the user's.
 
         Args:
@@ -138,7 +138,7 @@ class _LookUps(TorchFunctionMode):
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         named, weight = kwargs or {}, self._module.weight
         if not any(leaf is weight for leaf in pytree.tree_leaves((args, named))):
             return func(*args, **named)
@@ -154,7 +154,7 @@ class _LookUps(TorchFunctionMode):
             "answer look-ups only; name the embeddings to serve, without this one: --strategy hybrid:served=..."
         )
 
-    def _with_rows(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _with_rows(self, arguments: dict[str, Any]) -> dict[str, object]:
         """The ``arguments`` of a look-up, in a table of the rows that it needs instead of the whole one."""
         numbers, padding, count = arguments["input"], arguments["padding_idx"], self._module.num_embeddings
         # The padding's row always comes along, so that the same kernels compute what they would with the whole table.

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -58,8 +58,14 @@ from lockstep.strategies.parameter_server.served_strategy import (
     require_everything,
     sum_of,
 )
-from lockstep.strategies.parameter_server.served_tables import find_tables, own_rows, place_rest, restore_unserved
-from lockstep.strategies.parameter_server.table_construction import TablePart, construct
+from lockstep.strategies.parameter_server.table_construction import (
+    TablePart,
+    construct,
+    find_tables,
+    own_rows,
+    place_rest,
+    restore_unserved,
+)
 from lockstep.strategies.parts.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
@@ -291,7 +297,7 @@ class Hybrid(SyncServers):
                 flat, counts = out.tensor_split([-len(used)])
                 set_gradients(bucket, flat, {bucket.places[i] for i in counts.nonzero().flatten().tolist()})
 
-    def _look_up(self, number: int, *inputs: Any, **named: Any) -> torch.Tensor:
+    def _look_up(self, number: int, *inputs: object, **named: object) -> torch.Tensor:
         """Look up rows on the server; called in place of the forward pass of a table."""
         if self._closed:
             raise UsageError("an embedding that servers held was looked up after the run was closed; do so within")

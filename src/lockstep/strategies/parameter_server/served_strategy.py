@@ -225,7 +225,7 @@ class SyncServers(ServedStrategy):
         """What this server answers after its step."""
         return None
 
-    def _update(self, server: int, values: Any) -> None:
+    def _update(self, server: int, values: object) -> None:
         """Take what ``server`` has answered."""
 
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:

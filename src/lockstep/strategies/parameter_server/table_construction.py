@@ -20,7 +20,7 @@ no value.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
@@ -33,10 +33,12 @@ from torch.overrides import TorchFunctionMode
 from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.divided_construction import SHARE_MEMORY
+from lockstep.strategies.parameter_server.embedding_tables import EmbeddingTable, ServedTable
 from lockstep.strategies.parameter_server.row_division import RowDivision
 from lockstep.strategies.parts.module_states import verify_random_state
 from lockstep.strategies.parts.row_shard import rows_of
-from lockstep.torch_private import no_torch_function, pytree, storage_key, wrapper_tensor
+from lockstep.strategies.parts.sparse_gradients import sparse_parameters
+from lockstep.torch_private import no_torch_function, own_buffers, pytree, storage_key, wrapper_tensor
 
 _ATEN = torch.ops.aten
 _CPU: Final = torch.device("cpu")
@@ -75,7 +77,7 @@ class TablePart(torch.Tensor):
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:  # type: ignore[override]
         kwargs = kwargs or {}
         tables = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, TablePart)]
         table, first = tables[0], args[0] if args else None
@@ -183,8 +185,86 @@ class _Allocations(TorchFunctionMode):
         """Whether ``tensor`` has that memory."""
         return self._last is not None and storage_key(tensor) == self._last.cdata
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         result = func(*args, **(kwargs or {}))
         if func in (torch.empty, torch.empty_like):
             self._last = None if result.is_meta else StorageWeakRef(result.untyped_storage())
         return result
+
+
+def find_tables(model: nn.Module, names: Collection[str]) -> dict[str, EmbeddingTable]:
+    """The embeddings of ``model`` to serve, by name: those of ``names``, or all of them if there are none.
+
+    Raises:
+        UsageError: if one of them cannot lie on servers, or has a sparse gradient and is to lie elsewhere.
+    """
+    tables: dict[str, EmbeddingTable] = {}
+    for name, module in model.named_modules():
+        if names and name not in names:
+            continue
+        if isinstance(module, EmbeddingTable):
+            _check(model, name, module)
+            tables[name] = module
+        elif names:
+            raise UsageError(f"strategy hybrid: served={name} is a {type(module).__name__}; give an embedding")
+    for parameter, name in sparse_parameters(model).items():
+        if not any(parameter is table.weight for table in tables.values()):
+            raise UsageError(
+                f"{name} has sparse=True and is not served, and workers sum dense gradients among themselves; "
+                "leave sparse=True out, or let served=... name it, too"
+            )
+    return tables
+
+
+def restore_unserved(model: nn.Module, served: dict[str, EmbeddingTable], group: Group) -> None:
+    """Make each embedding whole on every rank that was divided while it was made and is not ``served``. Collective."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name not in served and isinstance(module, EmbeddingTable) and isinstance(weight, TablePart):
+            weight.initialised(name)
+            module.weight = nn.Parameter(whole_table(weight, group).to(group.device), weight.requires_grad)
+
+
+def place_rest(model: nn.Module, device: torch.device) -> None:
+    """Move all of ``model`` to ``device`` but for tables that were divided while it was made."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if not isinstance(parameter, TablePart):
+                parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            own_buffers(module)[name] = buffer.to(device)
+
+
+def own_rows(name: str, table: ServedTable, group: Group) -> torch.Tensor | None:
+    """What this rank is to hold of ``table``, on the device; None: nothing. Collective.
+
+    Rank 0, a worker, sends each server its rows, and a server lets go of its own table before; not so where each rank
+    has made its own rows alone.
+
+    Raises:
+        UsageError: if nobody has given them values.
+    """
+    weight = table.module.weight
+    if isinstance(weight, TablePart):
+        part = weight.initialised(name)
+        return part.to(group.device) if table.is_here else None
+    table.keep(None)
+    what = "the first values of a model"
+    if group.leads:
+        for server, rows in table.rows_of.items():
+            group.send(weight.detach()[rows.start : rows.stop].cpu().contiguous(), server, what)
+    if not table.is_here:
+        return None
+    del weight
+    own = torch.empty(len(table.rows), table.shape[1], dtype=table.dtype, device="cpu")
+    group.receive(own, 0, what)
+    return own.to(group.device)
+
+
+def _check(model: nn.Module, name: str, table: EmbeddingTable) -> None:
+    sharing = [n for n, p in model.named_parameters(remove_duplicate=False) if p is table.weight]
+    if len(sharing) > 1:
+        raise UsageError(
+            f"{' and '.join(sharing)} are one tensor, of which only look-ups can be served; name the embeddings to "
+            "serve, without this one: --strategy hybrid:served=..."
+        )

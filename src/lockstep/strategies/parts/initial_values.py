@@ -198,7 +198,7 @@ class _Written(TorchDispatchMode):
         """Whether some element of ``tensor`` has been given a value, while both were there."""
         return storage_key(tensor) in self._storages
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         with without_torch_function(of_modes=True):

@@ -20,7 +20,7 @@ class RowShard:
     shape: tuple[int, ...]  #: of the whole
     leads: bool  #: whether this rank writes what belongs to the tensor and is not divided, such as a count of steps
 
-    def shards(self, values: Any) -> Any:
+    def shards(self, values: object) -> Any:
         """Of ``values``, nested, that belong to the rows here: each tensor of their shape as those rows of a whole one.
 
         Any other tensor is whole on the rank that `leads`, and absent elsewhere.
@@ -30,7 +30,7 @@ class RowShard:
         """
         return pytree.tree_map_only(torch.Tensor, self._shard, values)
 
-    def own(self, values: Any) -> Any:
+    def own(self, values: object) -> Any:
         """Of ``values``, nested, of whole tensors or those of a file: what belongs here, with memory of its own."""
         return pytree.tree_map_only(torch.Tensor, self._own, values)
 

@@ -29,7 +29,7 @@ class StageSequence(nn.Module):
         """In their order."""
         return [module for module in self._modules.values() if module is not None]
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: object) -> Any:
         """What the last stage returns."""
         output: Any = inputs
         for stage in self.stages:

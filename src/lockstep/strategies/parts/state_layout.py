@@ -287,7 +287,7 @@ class States:
         others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": self._written_here(optimizer, state) | others}
 
-    def _written_here(self, optimizer: torch.optim.Optimizer, state: StateDict) -> dict[int, Any]:
+    def _written_here(self, optimizer: torch.optim.Optimizer, state: StateDict) -> dict[int, object]:
         parameters = parameters_of(optimizer)
         return {
             index: self._own(parameters[index], values)
@@ -304,7 +304,7 @@ class States:
             if not isinstance(key, int) or key >= len(parameters) or self._group.rank in self._ranks_of(parameters[key])
         }
 
-        def part_of(value: Any, parameter: nn.Parameter) -> Any:
+        def part_of(value: object, parameter: nn.Parameter) -> object:
             rows = self._rows_of(parameter)
             return value if rows is None else rows.own(value)
 
@@ -315,7 +315,7 @@ class States:
         rows = self._rows_of(parameter)
         return self._ranks_of(parameter)[0] == self._group.rank if rows is None else len(rows.rows) > 0
 
-    def _own(self, parameter: nn.Parameter, values: Any) -> Any:
+    def _own(self, parameter: nn.Parameter, values: object) -> object:
         """What this rank writes of ``values``, the states of ``parameter``."""
         rows = self._rows_of(parameter)
         return as_owned_shards(values) if rows is None else rows.shards(values)
@@ -369,7 +369,7 @@ def load_states(
     optimizer.load_state_dict({**rest, "state": found})
 
 
-def _read(name: str, value: Any, parameter: nn.Parameter) -> Any:
+def _read(name: str, value: object, parameter: nn.Parameter) -> object:
     """``value`` in memory; on the device of its parameter where `torch.optim.Optimizer` would put it."""
     if not isinstance(value, StoredTensor):
         return in_memory(value)

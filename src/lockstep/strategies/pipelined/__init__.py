@@ -5,6 +5,5 @@
 `partition`          where to cut a model, and the stages that come of it
 `pipelined_model`    what a model becomes on a rank that holds some of its stages
 `random_states`      how the states of random generators go from stage to stage
-`schedule_run`       which micro-batches of a step go through one schedule
 `stage`              what one rank computes of a micro-batch
 """

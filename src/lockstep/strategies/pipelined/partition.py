@@ -213,12 +213,12 @@ class _Timer(fx.Interpreter):
         self._now = now
         self.seconds: list[float] = []
 
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def get_attr(self, target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """What the model holds, where it is needed."""
         value = self.fetch_attr(target)
         return value.detach().to(self._device) if isinstance(value, torch.Tensor) else value
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_module(self, target: Any, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """The module's output, without history."""
         module = copy.deepcopy(self.fetch_attr(target)).to(self._device)
         times = []
@@ -241,7 +241,7 @@ class _Timer(fx.Interpreter):
         return self._now()
 
 
-def _leaf(value: Any) -> Any:
+def _leaf(value: object) -> Any:
     if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
         return value
     # One step away from the leaf, so that modules may overwrite it.

@@ -23,6 +23,7 @@ numbers are those of one device, too: the state of the generators goes from stag
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -64,7 +65,6 @@ from lockstep.strategies.parts.state_layout import OwnerLayout
 from lockstep.strategies.pipelined.division import divide, made_apart, neighbours, stage_ranks
 from lockstep.strategies.pipelined.pipelined_model import USE_RUN_STEP, keep_own_tensors, prepare_in_place
 from lockstep.strategies.pipelined.random_states import RandomStates
-from lockstep.strategies.pipelined.schedule_run import ScheduleRun, schedule_runs
 from lockstep.strategies.pipelined.stage import (
     AutocastContext,
     Losses,
@@ -241,7 +241,7 @@ class Pipeline(LossStrategy):
         self._made = model = made_apart(makers, weights, own, self._context.group)
         return model
 
-    def _evaluate(self, inputs: tuple[Any, ...]) -> Any:
+    def _evaluate(self, inputs: tuple[Any, ...]) -> object:
         """The model's output, on every rank of the replica. Collective for its ranks, with the same inputs."""
         device = self._context.group.device
         before = random_state(device)
@@ -357,7 +357,7 @@ class Pipeline(LossStrategy):
         return [found[number] for number in sorted(found)]
 
     def _forward_through_stages(
-        self, inputs: Sequence[Any], random: torch.Tensor, interfaces: dict[int, StageInterface]
+        self, inputs: Sequence[object], random: torch.Tensor, interfaces: dict[int, StageInterface]
     ) -> Any:
         """Compute the stages one after the other; the output, on the last stage's rank, else None.
 
@@ -435,3 +435,40 @@ class Pipeline(LossStrategy):
 
 
 _LOSS = torch.empty((), device="meta", requires_grad=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleRun:
+    """A run of one schedule: the micro-batches that go through it, which are neighbours."""
+
+    schedule: str
+    first: int  #: the index of its first micro-batch among the rank's
+    length: int
+
+
+def schedule_runs(specs: Sequence[object], schedule: str, ranks: int) -> list[ScheduleRun]:
+    """How a rank's micro-batches of a step go through a replica of ``ranks`` ranks.
+
+    A schedule takes micro-batches of one shape, so a short last one goes by itself. 1F1B needs as many micro-batches
+    as ranks; with fewer it would be no other than GPipe. Interleaving and zero-bubble go in rounds of as many as ranks,
+    or in one of fewer.
+
+    Args:
+        specs: one for each micro-batch; equal for equal shapes.
+        schedule: gpipe, 1f1b, interleaved, zero-bubble or zbv.
+        ranks: of one replica.
+    """
+    made: list[ScheduleRun] = []
+    first = 0
+    while first < len(specs):
+        length = 1
+        while first + length < len(specs) and specs[first + length] == specs[first]:
+            length += 1
+        if schedule in ("interleaved", "zero-bubble"):
+            rest = length % ranks
+            runs = ((first, length - rest), (first + length - rest, rest))
+            made += [ScheduleRun(schedule, start, count) for start, count in runs if count]
+        else:
+            made.append(ScheduleRun("gpipe" if schedule == "1f1b" and length < ranks else schedule, first, length))
+        first += length
+    return made

@@ -32,7 +32,7 @@ class PipelinedCall:
         self._model: Final = model
         self._evaluate: Final = evaluate
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> object:
         """The model's output, without gradients, on every rank of the replica; all of them must call it alike.
 
         Raises:
@@ -60,7 +60,7 @@ def prepare_in_place(
         device: of those that are.
     """
 
-    def compile_stages(*args: Any, **kwargs: Any) -> None:
+    def compile_stages(*args: object, **kwargs: object) -> None:
         """Compile each stage of this rank, as `torch.compile` does; what is sent between them is not compiled."""
         if any(stage.splits_backward for stage in stages):
             raise UsageError(

@@ -188,7 +188,7 @@ class Stage(nn.Module):
         self._micro_batches, self._interfaces = stage_micro_batches, interfaces
 
     def forward_once(
-        self, inputs: Sequence[Any], into: Sequence[torch.Tensor], random: torch.Tensor
+        self, inputs: Sequence[object], into: Sequence[torch.Tensor], random: torch.Tensor
     ) -> tuple[Any, torch.Tensor]:
         """The output of the stage for one micro-batch, and the state of the generators after it.
 
@@ -261,7 +261,7 @@ class Stage(nn.Module):
             found = _leaves_behind(sent)
             self._reached = {place for place, parameter in enumerate(self.trained) if id(parameter) in found}
 
-    def _loss(self, micro: StageMicroBatch, output: Any) -> torch.Tensor:
+    def _loss(self, micro: StageMicroBatch, output: object) -> torch.Tensor:
         task = micro.task
         with self._autocast.forward():
             loss = task.loss(output, *task.targets)
@@ -292,12 +292,12 @@ def fold_passes(computed: PipelineStage, stage: Stage) -> None:
     """Let ``stage`` know of each backward pass of ``computed``, its form in torch's schedules, that is a last one."""
     backward, backward_of_weights = computed.backward_one_chunk, computed.backward_weight_one_chunk
 
-    def one_chunk(chunk: int, loss: Any = None, full_backward: bool = True, last_backward: Any = False) -> None:
+    def one_chunk(chunk: int, loss: object = None, full_backward: bool = True, last_backward: object = False) -> None:
         backward(chunk, loss, full_backward, last_backward)
         if full_backward:
             stage.backward_done(chunk)
 
-    def weights_of_one_chunk(chunk: int, last_backward: Any = False) -> None:
+    def weights_of_one_chunk(chunk: int, last_backward: object = False) -> None:
         try:
             backward_of_weights(chunk, last_backward)
         except RuntimeError as error:

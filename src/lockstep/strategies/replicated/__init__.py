@@ -2,7 +2,7 @@
 
 none    single_process                              one rank
 dp      dp                                          one process, which divides each micro-batch between devices
-ddp     ddp ── ddp_reducer ── ddp_buckets           gradients are summed while the backward pass goes on
+ddp     ddp ── ddp_reducer                          gradients are summed while the backward pass goes on
 └──── compression, powersgd                ... or something smaller than gradients
 zero    zero ──► ddp                                as ddp, with optimizer state divided between ranks
 auto    auto ──► ddp, zero or fsdp                  the first that fits

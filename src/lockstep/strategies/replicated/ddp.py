@@ -40,8 +40,7 @@ from lockstep.strategies.parts.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.parts.sparse_gradients import no_rows, sparse_again
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.replicated.compression import Cast, Compression, Uncompressed
-from lockstep.strategies.replicated.ddp_buckets import BucketReduction, align_gradients, finished
-from lockstep.strategies.replicated.ddp_reducer import DdpReducer
+from lockstep.strategies.replicated.ddp_reducer import BucketReduction, DdpReducer, align_gradients, finished
 from lockstep.strategies.replicated.powersgd import PowerSGD
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, StatePart, Strategy, StrategyContext

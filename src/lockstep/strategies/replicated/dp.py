@@ -89,7 +89,7 @@ class GpuDataParallel:
         self._module: Final = module
         self._devices: Final = devices
 
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
+    def __call__(self, *inputs: object, **more: object) -> object:
         """As torch's DataParallel does it."""
         # A copy that shares all tensors, and that is called as it is.
         twin = copy.copy(self._module)
@@ -103,7 +103,7 @@ class CpuDataParallel:
         self._module: Final = module
         self._threads: Final = threads
 
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
+    def __call__(self, *inputs: object, **more: object) -> object:
         """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
         parts = _divided((inputs, more), self._threads)
         if len(parts) < 2:
@@ -115,7 +115,7 @@ class CpuDataParallel:
         gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
         formats = torch.is_autocast_enabled("cpu")
 
-        def compute(module: Callable[..., Any], part: Any) -> Any:
+        def compute(module: Callable[..., Any], part: Any) -> object:
             with torch.set_grad_enabled(gradients), torch.autocast("cpu", dtype=dtype, enabled=formats):
                 return module(*part[0], **part[1])
 
@@ -123,7 +123,7 @@ class CpuDataParallel:
             return _joined(list(pool.map(compute, modules, parts)))
 
 
-def _divided(value: Any, into: int) -> list[Any]:
+def _divided(value: object, into: int) -> list[Any]:
     """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
 
     def of_thread(number: int) -> Any:
@@ -137,7 +137,7 @@ def _has_rows(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _joined(parts: Sequence[Any]) -> object:
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))

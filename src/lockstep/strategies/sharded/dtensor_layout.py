@@ -82,7 +82,7 @@ class DTensorLayout(StateLayout):
         """Load this rank's rows: a state of its parameter's shape is divided like the parameter."""
         load_states(optimizer, state, self._to_dtensor)
 
-    def _to_shard(self, value: Any) -> Any:
+    def _to_shard(self, value: object) -> object:
         if not isinstance(value, DTensor):
             return value
         if value.placements == _WHOLE:  # such as what an optimizer keeps of the means of rows
@@ -93,7 +93,7 @@ class DTensorLayout(StateLayout):
         first = self._shard_groups.within.rank * -(-shape[0] // self._shard_groups.within.size)
         return TensorShard(local, (first, *(0 for _ in shape[1:])), shape, value.dtype)
 
-    def _copied(self, value: Any, like: Any) -> Any:
+    def _copied(self, value: Any, like: Any) -> object:
         """``like`` with this rank's rows of ``value``, if that lies divided as ``like`` does; else ``value``."""
         if not _is_divided_as(like, value):
             return value
@@ -101,7 +101,7 @@ class DTensorLayout(StateLayout):
             like.to_local().copy_(self._rows_of(value))
         return like
 
-    def _to_dtensor(self, value: Any, like: Any) -> Any:
+    def _to_dtensor(self, value: Any, like: Any) -> object:
         """This rank's rows of ``value``, if it is a whole tensor that lies divided as ``like`` does; else itself."""
         if not _is_divided_as(like, value):
             return _beside(value, like)
@@ -119,11 +119,11 @@ class DTensorLayout(StateLayout):
         return value.rows(first, end) if isinstance(value, StoredTensor) else value[first:end]
 
 
-def _is_divided_as(like: Any, value: Any) -> bool:
+def _is_divided_as(like: object, value: object) -> bool:
     return isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.shape == like.shape
 
 
-def _beside(value: Any, like: Any) -> Any:
+def _beside(value: object, like: object) -> object:
     """``value``, of which every rank has the whole, to compute with beside ``like``, if that is divided.
 
     Torch does so by itself with numbers.

@@ -117,7 +117,7 @@ class _Recomputed:
         self._forward: Final = forward
         functools.update_wrapper(self, forward)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         contexts = lambda: (contextlib.nullcontext(), _buffers_aside(self._block))  # noqa: E731

@@ -49,7 +49,7 @@ class DividedOutput(torch.Tensor):
         return divided
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Call ``func``, unless it would take a part for the whole.
 
         Raises:

@@ -149,7 +149,7 @@ class _Summed:
     def __init__(self, module: nn.Module, group: TensorGroup) -> None:
         self._module, self._group, self._forward = module, group, module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         held = own_parameters(self._module)
         # In place of each parameter, for this call: what sums the gradient over ranks before it reaches the parameter.
         divided = {

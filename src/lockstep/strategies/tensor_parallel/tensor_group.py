@@ -13,11 +13,14 @@ Each one's backward pass is another one, so gradients can be differentiated agai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from lockstep.collectives import RankOrderAllReduce, ShardGroups, translating_peer_errors
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorGroup:
@@ -35,19 +38,19 @@ class TensorGroup:
 
     def to_each_rank(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, which is the same on all ranks, for each to compute with by itself."""
-        return _ToEachRank.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _paired(value, lambda same: same.view_as(same), self.sum_of_ranks)
 
     def sum_of_ranks(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of each rank's ``value``, to compute the same with on all of them."""
-        return _SumOfRanks.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _paired(value, self.sum, self.to_each_rank)
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
         """Each rank's ``value``, joined in the last dimension, to compute the same with on all of them."""
-        return _Gathered.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _paired(value, self.gather, self.own_part)
 
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part, in the last dimension, of ``value``, which is the same on all of them."""
-        return _OwnPart.apply(value, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _paired(value, self.part, self.gathered)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of each rank's ``value``, without a gradient."""
@@ -76,45 +79,18 @@ class TensorGroup:
         self._all_reduce.close()
 
 
-class _ToEachRank(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
+class _Paired(torch.autograd.Function):
+    """A map of values whose gradient is another map of the gradient, itself one that can be differentiated."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.sum_of_ranks(gradient), None
-
-
-class _SumOfRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.sum(value)
+    def forward(ctx: Any, value: torch.Tensor, of_value: _Map, of_gradient: _Map) -> torch.Tensor:
+        ctx.of_gradient = of_gradient
+        return of_value(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.to_each_rank(gradient), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return ctx.of_gradient(gradient), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.gather(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.own_part(gradient), None
-
-
-class _OwnPart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
-        ctx.group = group
-        return group.part(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.group.gathered(gradient), None
+def _paired(value: torch.Tensor, of_value: _Map, of_gradient: _Map) -> torch.Tensor:
+    return _Paired.apply(value, of_value, of_gradient)  # type: ignore[no-any-return, no-untyped-call]

@@ -196,7 +196,7 @@ class TensorLayout(StateLayout):
                 found[key] = {name: convert(value, division) for name, value in values.items()}
         return found
 
-    def _outside(self, value: Any, division: TensorDivision | None) -> Any:
+    def _outside(self, value: object, division: TensorDivision | None) -> object:
         """Of what the other strategy says of a part: what there is to say of the whole."""
         if not isinstance(value, torch.Tensor | TensorShard):
             return value
@@ -214,7 +214,7 @@ class TensorLayout(StateLayout):
             )
         return value
 
-    def _check_equal(self, state: Mapping[str, Any]) -> None:
+    def _check_equal(self, state: Mapping[str, object]) -> None:
         """Check that what ``state`` holds is the same on all ranks of a tensor group. Collective.
 
         Raises:
@@ -238,7 +238,7 @@ class TensorLayout(StateLayout):
             )
 
 
-def _own(value: Any, division: TensorDivision | None) -> Any:
+def _own(value: object, division: TensorDivision | None) -> object:
     """This rank's part of ``value``, if that is a tensor of the shape that is divided; ``value``, if it has no shape.
 
     Raises:

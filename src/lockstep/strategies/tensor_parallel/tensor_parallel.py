@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 from torch import nn
@@ -238,7 +238,7 @@ class TensorParallel(DelegatingStrategy):
         for region in self._regions:
             region.forget()
 
-    def _refuse_compile(self, *_: Any, **__: Any) -> NoReturn:
+    def _refuse_compile(self, *_: object, **__: object) -> NoReturn:
         raise SettingError(
             f"compile with tensor={self._ranks}: torch.compile does not see the sums between the ranks of a tensor "
             "group; leave compile out, or use fsdp without tensor="

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from lockstep.tune.pictures import descent, optuna_pictures, progress, timeline
-from lockstep.tune.pictures.drawing import Picture
+from lockstep.report import new_figure, save_svg
+from lockstep.tune.pictures import descent, progress, timeline
+from lockstep.tune.pictures.drawing import Figure, Picture, say_nothing, styled
 from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.results.optuna_study import study_of
 
 PICTURES: Final[tuple[Picture, ...]] = (
     progress.PICTURE,
     timeline.PICTURE,
     descent.PICTURE,
 )
+#: The names of the files that Optuna draws, and what each shows.
+OPTUNA_TITLES: Final = {
+    "parallel_coordinates": "Each trial as a line across its parameters to its loss",
+    "importance": "How much each parameter matters to the loss: PED-ANOVA",
+    "slices": "The loss over each parameter by itself",
+}
 
 
 def draw_pictures(record: SearchRecord, directory: str | os.PathLike[str]) -> tuple[Path, ...]:
@@ -28,9 +38,47 @@ def draw_pictures(record: SearchRecord, directory: str | os.PathLike[str]) -> tu
     """
     Path(directory).mkdir(parents=True, exist_ok=True)
     own = tuple(path for picture in PICTURES for path in picture.write(record, Path(directory)))
-    return own + (optuna_pictures.draw_with_optuna(record, Path(directory)) if has_optuna() else ())
+    return own + (_draw_with_optuna(record, Path(directory)) if has_optuna() else ())
 
 
 def has_optuna() -> bool:
     """Whether Optuna is installed."""
     return importlib.util.find_spec("optuna") is not None
+
+
+def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]:
+    """``NAME.svg`` in ``directory`` for each of `OPTUNA_TITLES`; returns the paths.
+
+    Trials that were stopped early or have failed are left out. The importances are those of Watanabe et al., PED-ANOVA
+    (2023), https://arxiv.org/abs/2304.10255, of the parameters that all trials have.
+
+    Raises:
+        SettingError: if Optuna or matplotlib is not installed.
+    """
+    study = study_of(record)
+    from matplotlib import pyplot
+    from optuna import visualization
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.importance import PedAnovaImportanceEvaluator
+
+    plots: Any = visualization.matplotlib
+    loss: dict[str, Any] = {"target": lambda trial: trial.values[0], "target_name": "loss"}
+    with styled(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of the evaluator, and of all that it draws so
+        evaluator: Any = PedAnovaImportanceEvaluator()
+        warnings.simplefilter("ignore", UserWarning)  # of axes that it shares between parameters
+        draw: dict[str, Callable[[], Figure]] = {
+            "parallel_coordinates": lambda: plots.plot_parallel_coordinate(study, **loss),
+            "importance": lambda: plots.plot_param_importances(study, evaluator=evaluator, **loss),
+            "slices": lambda: plots.plot_slice(study, **loss),
+        }
+        for name, title in OPTUNA_TITLES.items():
+            try:
+                drawn = draw[name]()
+                figure: Figure = (drawn if hasattr(drawn, "figure") else drawn.flat[0]).figure
+            except (ValueError, RuntimeError) as error:  # of so few trials that it has nothing to say
+                figure = new_figure(6.0, 1.6)
+                say_nothing(figure.subplots(), str(error).splitlines()[0])
+            save_svg(figure, directory / f"{name}.svg", title)
+            pyplot.close(figure)
+    return tuple(directory / f"{name}.svg" for name in OPTUNA_TITLES)

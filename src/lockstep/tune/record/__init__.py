@@ -1,9 +1,8 @@
 """What a search has written down, in files that outlive its workers.
 
 search_directory   the files of a search, and which workers run
-journal, records   append-only files, one for each worker, and what a line of them says
+journal, records   append-only files, one for each worker, and what a line of them says; read by others meanwhile
 trial_locks        which worker has which trial
 trial_history      trials from the records, in whatever order these are read: each is a trial
-followed_search    a search that runs, for those who only read it
 worker_death       how the ranks of a worker died
 """

@@ -28,7 +28,7 @@ from typing import Any, Final, Self, TypeVar
 from lockstep.errors import SettingError
 from lockstep.records import MOST_GROWN, of_kind, read_bytes, read_object
 from lockstep.small_files import create_text, flush_names, replace_text
-from lockstep.tune.record.records import Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
+from lockstep.tune.record.records import AttemptCut, Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
 from lockstep.tune.record.trial import Move, Trial
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.search.space import Space
@@ -350,3 +350,35 @@ def read_search(directory: str | os.PathLike[str]) -> SearchRecord:
     reader = JournalReader(Path(directory))
     with contextlib.closing(reader):
         return SearchRecord.of(plan, reader.read())
+
+
+class FollowedSearch:
+    """The search in ``directory``, which need not have begun; each look reads only new records."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._plan: SearchPlan | None = None
+        self._reader, self._history = JournalReader(directory), TrialHistory()
+        self._deaths: list[AttemptCut] = []
+
+    def record(self) -> SearchRecord | None:
+        """The search as it is now; None before it has begun."""
+        # Each time: a resumed search may be asked for another number of trials.
+        self._plan = SearchPlan.read(self._directory) or self._plan
+        if self._plan is None:
+            return None
+        for entry in self._reader.read():
+            if self._history.add(entry) and isinstance(entry.record, AttemptCut) and entry.record.reason:
+                self._deaths.append(entry.record)
+        return SearchRecord(self._plan.space, self._plan.settings, self._history.trials(), self._history.moves())
+
+    def new_deaths(self) -> list[AttemptCut]:
+        """What ended attempts whose ranks died or hung, of the records that `record` has read since the last call."""
+        found, self._deaths = self._deaths, []
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.close()

@@ -85,7 +85,7 @@ class SearchDirectory:
         locks = self.path.glob("journal/worker-*.lock")
         return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
 
-    def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, Any]) -> None:
+    def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, object]) -> None:
         """Write the space and the settings, or compare them with those that were written before.
 
         Args:

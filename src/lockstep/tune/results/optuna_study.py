@@ -206,7 +206,7 @@ def _plain(value: object) -> Any:
     return value if value is None or isinstance(value, str | bool | int | float) else json.dumps(encoded(value))
 
 
-def _within(plain: Any, distribution: BaseDistribution) -> Any:
+def _within(plain: object, distribution: BaseDistribution) -> object:
     """``plain``, of which rounding may have made more than the last of the steps that Optuna counts as decimals."""
     return min(plain, distribution.high) if isinstance(plain, float) and hasattr(distribution, "high") else plain
 
@@ -222,7 +222,7 @@ def _number(frozen: FrozenTrial) -> int:
     return int(frozen.user_attrs.get(_TRIAL, {}).get("number", frozen.number))
 
 
-def _params(frozen: FrozenTrial, space: Space) -> dict[str, Any]:
+def _params(frozen: FrozenTrial, space: Space) -> dict[str, object]:
     dimensions = {gene.name: gene.dimension for gene in space.genes}
     return {name: _value(value, dimensions[name]) for name, value in frozen.params.items()}
 
@@ -301,7 +301,7 @@ def _space_of(trials: Sequence[FrozenTrial]) -> Space:
 
 def _opened_by(
     name: str, always: Sequence[str], known: Mapping[str, BaseDistribution], trials: Sequence[FrozenTrial]
-) -> tuple[str, list[Any]]:
+) -> tuple[str, list[object]]:
     """The categorical parameter that decides whether a trial has ``name``, and the values with which it has."""
     for choice in always:
         values = getattr(known[choice], "choices", None)

@@ -159,7 +159,7 @@ def rank_of(trial: Trial) -> tuple[float, bool, float, int]:
     return trial.violation, trial.is_cut_short, math.inf if math.isnan(loss) else loss, trial.number
 
 
-def _row(trial: Trial, names: Sequence[str], objectives: int) -> dict[str, Any]:
+def _row(trial: Trial, names: Sequence[str], objectives: int) -> dict[str, object]:
     losses = {
         "loss" if index == 0 else f"loss_{index + 1}": trial.losses[index] if index < len(trial.losses) else None
         for index in range(objectives)

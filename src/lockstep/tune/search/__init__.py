@@ -8,7 +8,6 @@ population            individuals from the best to the worst
 operators             selection, crossover, mutation, initialisation and how they are put together
 evolving              an operator as an algorithm; Propulate's default
 islands               who breeds where, who moves
-distinct              no point twice
 """
 
 from lockstep.tune.search.algorithm import Algorithm, Proposal

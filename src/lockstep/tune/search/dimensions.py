@@ -200,7 +200,7 @@ class Choice:
         raise SettingError(f"{where}: {value!r} is none of its values; give one of {', '.join(map(repr, self.values))}")
 
 
-def Bool(*, opens: Mapping[bool, Mapping[str, Any]] | None = None) -> Choice:  # noqa: N802 - beside the classes
+def Bool(*, opens: Mapping[bool, Mapping[str, object]] | None = None) -> Choice:  # noqa: N802 - beside the classes
     """A `Choice` of ``False`` and ``True``; ``opens`` as there."""
     return Choice(False, True, opens=opens)
 
@@ -235,7 +235,7 @@ def dimension_of(given: object, name: str) -> Dimension:
     )
 
 
-def _dimensions(given: Mapping[str, Any]) -> Mapping[str, Dimension]:
+def _dimensions(given: Mapping[str, object]) -> Mapping[str, Dimension]:
     if not isinstance(given, Mapping):
         raise SettingError(f"opens: {given!r}: give a mapping of names to dimensions")
     return {name: dimension_of(inner, name) for name, inner in given.items()}

@@ -36,7 +36,7 @@ class Ranked(Sequence[Individual]):
     def __getitem__(self, index: int) -> Individual: ...
     @overload
     def __getitem__(self, index: slice) -> Sequence[Individual]: ...
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> object:
         return self._ordered[index]
 
     def __len__(self) -> int:

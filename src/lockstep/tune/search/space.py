@@ -81,7 +81,7 @@ class Space:
             if exists
         }
 
-    def point(self, params: Mapping[str, Any]) -> Point:
+    def point(self, params: Mapping[str, object]) -> Point:
         """The point of ``params``: ``params(point(p))`` is ``p``, floats up to rounding (1e-15 of their range).
 
         Raises:
@@ -165,7 +165,7 @@ class Space:
         return _to_json(self._dimensions)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Self:
+    def from_json(cls, value: Mapping[str, object]) -> Self:
         """The space of which ``value`` is the `to_json`."""
         return cls(_from_json(value))
 
@@ -223,7 +223,7 @@ def _count(dimensions: Mapping[str, Dimension]) -> float:
     return product
 
 
-def _to_json(dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
+def _to_json(dimensions: Mapping[str, Dimension]) -> dict[str, object]:
     written: dict[str, Any] = {}
     for name, dimension in dimensions.items():
         if isinstance(dimension, Choice):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.tune.record.trial import Trial
 
@@ -29,3 +30,54 @@ def finished(trials: Iterable[Trial]) -> list[Trial]:
 def median(values: Sequence[float]) -> float:
     """The middle of the sorted values; of two middles the greater, so that it is a value that somebody has."""
     return sorted(values)[len(values) // 2]
+
+
+def order_at_equal_budget(trials: Sequence[Trial]) -> tuple[Trial, ...]:
+    """The done and stopped trials, best first; running and failed ones, and those without a loss, are left out.
+
+    A trial that was stopped after b reports takes the place among the finished ones that it had among them after b
+    reports: behind as many of them as were better by then, in best losses so far. The loss with which it was stopped
+    is never compared with a loss of more training. Several in one place are compared after as many reports as the
+    shortest of them has made. The order is total, and that of ``trials`` does not matter. O(s f + n log n) for s
+    stopped and f finished trials.
+    """
+    ranked = finished(trials)
+    places: defaultdict[int, list[Trial]] = defaultdict(list)
+    for trial in trials:
+        if trial.is_cut_short and trial.reports:
+            places[_place(trial, ranked)].append(trial)
+    order: list[Trial] = []
+    for place in range(len(ranked) + 1):
+        here = places.get(place, [])
+        budget = min((len(trial.reports) for trial in here), default=0)
+        order += sorted(here, key=lambda trial: (min(losses_of(trial)[:budget]), trial.number))
+        order += ranked[place : place + 1]
+    return tuple(order)
+
+
+def losses_at_equal_budget(trials: Sequence[Trial]) -> Mapping[int, float]:
+    """By number, a loss with which each trial of `order_at_equal_budget` may be compared; lower is better.
+
+    A finished one has its own. A stopped one has that of the last finished one that precedes it in the order, or of
+    the first one where it precedes all; without any finished one, its best loss within the shortest budget. So losses
+    never decrease along the order.
+    """
+    order = order_at_equal_budget(trials)
+    ranked = [trial.losses[0] for trial in order if not trial.is_cut_short]
+    if not ranked:
+        budget = min((len(trial.reports) for trial in order), default=0)
+        return {trial.number: min(losses_of(trial)[:budget]) for trial in order}
+    losses: dict[int, float] = {}
+    latest = ranked[0]
+    for trial in order:
+        latest = latest if trial.is_cut_short else trial.losses[0]
+        losses[trial.number] = latest
+    return losses
+
+
+def _place(trial: Trial, ranked: Sequence[Trial]) -> int:
+    """How many of the finished trials were better after as many reports; those that ended before count as they were."""
+    budget = len(trial.reports)
+    own = min(losses_of(trial))
+    curves = (losses_of(other)[:budget] or other.losses[:1] for other in ranked)
+    return sum(min(curve) < own for curve in curves)

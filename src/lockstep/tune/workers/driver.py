@@ -44,8 +44,7 @@ from lockstep.launch import (
     watch,
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
-from lockstep.tune.record.followed_search import FollowedSearch
-from lockstep.tune.record.journal import SearchRecord, is_within_trial, journal_file
+from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
 from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.live_views import choose_search_view, watch_search
