@@ -26,8 +26,8 @@ def _top_options() -> Parser:
     parser.add_argument(
         "--prometheus",
         metavar="WHERE",
-        help="instead, offer metrics of one or several runs, or of all in a directory, to Prometheus: HOST:PORT, a PORT "
-        "of 127.0.0.1, or FILE.prom for node_exporter",
+        help="instead, offer metrics of one or several runs, or of all in a directory, to Prometheus: HOST:PORT, a "
+        "PORT of 127.0.0.1, or FILE.prom for node_exporter",
     )
     parser.add_argument("--token-file", metavar="FILE", help="with --prometheus: each request must bear what is in it")
     parser.add_argument("run_dirs", nargs="*", metavar="RUN_DIR", help="its run directory, such as runs/train-...")

@@ -42,7 +42,7 @@ from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.run_directory import note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE, STOP_SIGNALS
+from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1

@@ -55,6 +55,7 @@ from lockstep.launch_contract import (
     FAULT_NOTES,
     FAULTS,
     LAUNCHER,
+    RUN_FILE,
 )
 from lockstep.report import State, StatusFile
 from lockstep.settings import parse

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import TYPE_CHECKING, Any, Final
 
 from lockstep.errors import SettingError
 from lockstep.formatting import harmless
@@ -21,6 +20,9 @@ from lockstep.launch_contract import RUN_FILE
 from lockstep.report.ranks_file import RanksFile
 from lockstep.report.status import StatusFile
 from lockstep.report.top import ended, require_run
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 _WRITE_EVERY_S = 5.0  # a text file; node_exporter is asked about every 15 s
 _HEARD_S = 10.0  # a rank that was heard before that is alive
@@ -158,9 +160,7 @@ def export_metrics(places: Sequence[Path], to: str, token: str, say: Callable[[s
             time.sleep(_WRITE_EVERY_S)
     host, _, port = to.rpartition(":")
     if not port.isdecimal() or int(port) >= 1 << 16 or once:
-        raise SettingError(
-            f"--prometheus {to}: give HOST:PORT, such as 127.0.0.1:9400, or FILE.prom (also with --once)"
-        )
+        raise SettingError(f"--prometheus {to}: give HOST:PORT, or FILE.prom, which --once writes once")
     answer = make_wsgi_app(registry)
 
     def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
@@ -171,26 +171,26 @@ def export_metrics(places: Sequence[Path], to: str, token: str, say: Callable[[s
         found: Iterable[bytes] = answer(environ, start_response)
         return found
 
-    address = host.strip("[]") or "127.0.0.1"
     try:
-        server = make_server(address, int(port), guarded, _server(address), _Quiet)
+        server = _server(host.strip("[]") or "127.0.0.1", int(port), guarded)
     except OSError as error:
         raise SettingError(f"--prometheus {to}: {error.strerror}; give another address or port") from None
     with server:
-        say(f"http://{host or address}:{server.server_port}/metrics")
+        say(f"http://{host or '127.0.0.1'}:{server.server_port}/metrics")
         server.serve_forever()
 
 
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: a request comes every few seconds."""
-
-
-def _server(address: str) -> type[WSGIServer]:
+def _server(address: str, port: int, application: Callable[..., Any]) -> WSGIServer:
     """One that answers several at a time, so that one who keeps a connection open keeps out nobody."""
+    # Late, for a run itself does without it.
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
     class Server(ThreadingMixIn, WSGIServer):
         daemon_threads = True
         address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
-    return Server
+    class Quiet(WSGIRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: a request comes every few seconds."""
+
+    return make_server(address, port, application, Server, Quiet)

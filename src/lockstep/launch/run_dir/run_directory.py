@@ -347,8 +347,8 @@ def _run_dir(
         return run_dir, "resume" if request.resume else "new", ()
     if about_run(run_dir) is None and trained:
         raise SettingError(
-            f"{spelt} holds a run whose {RUN_FILE} is damaged or gone. What it has saved is still there: go on in a new "
-            f"directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
+            f"{spelt} holds a run whose {RUN_FILE} is damaged or gone. What it has saved is still there: go on in a "
+            f"new directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
         )
     if about_run(run_dir) is None:
         raise SettingError(f"{spelt} is not empty and holds no run (no {RUN_FILE}); give a new directory")
