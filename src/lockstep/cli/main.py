@@ -29,6 +29,7 @@ from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.other_launchers import INSTEAD
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.rendezvous_options import among_nodes, rendezvous_of
+from lockstep.cli.report import COMMANDS as REPORT_COMMANDS
 from lockstep.cli.run_options import accept_underscores, run_options
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.setting_options import settings_of
@@ -373,6 +374,7 @@ COMMANDS = {
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
         *TOP_COMMANDS,
+        *REPORT_COMMANDS,
         *VERIFY_COMMANDS,
         *CONFIG_COMMANDS,
         *DOCTOR_COMMANDS,

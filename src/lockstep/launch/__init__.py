@@ -34,7 +34,7 @@ from lockstep.launch.job.request import (
     without_options,
 )
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of, versions
+from lockstep.launch.run_dir.run_directory import about_run, is_in_use, next_generation, ranks_of, versions
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.workers.fork_server import import_torch
@@ -60,6 +60,7 @@ __all__ = [
     "Request",
     "Script",
     "Stops",
+    "about_run",
     "allocation",
     "ask_driver",
     "asks_for_help",

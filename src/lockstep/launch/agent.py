@@ -39,10 +39,10 @@ from lockstep.launch.rendezvous.membership_state import MembershipState, abandon
 from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.run_dir.run_directory import MARK, note_generation
+from lockstep.launch.run_dir.run_directory import note_generation
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
-from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, STOP_FILE, STOP_SIGNALS
+from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
@@ -269,7 +269,7 @@ class Agent:
             self._files.ask(
                 lambda: note_generation(self._job, plan.generation, ranks=plan.ranks, hosts=hosts, now=datetime.now()),
                 None,
-                of=self._job.run_dir / MARK,
+                of=self._job.run_dir / RUN_FILE,
                 urgent=True,
             )
             self._listening = self._listen()

@@ -33,7 +33,7 @@ from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.memory_files import emergency_memory
-from lockstep.launch.run_dir.run_directory import MARK, Job, begin_options, note_refused
+from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
@@ -54,6 +54,7 @@ from lockstep.launch_contract import (
     FAULT_NOTES,
     FAULTS,
     LAUNCHER,
+    RUN_FILE,
 )
 from lockstep.report import State, StatusFile
 from lockstep.settings import parse
@@ -323,7 +324,7 @@ def _run_agent(
         agent = Agent(joined, workers, screen, stops, files, after_failure)
         code = _with_missed_faults(job, screen, files, agent.run())
         if code == EXIT_USAGE and request.nodes is None:
-            files.ask(lambda: note_refused(job), None, of=job.run_dir / MARK)
+            files.ask(lambda: note_refused(job), None, of=job.run_dir / RUN_FILE)
         if code not in (EXIT_OK, EXIT_STOPPED):
             state: State = "unsaved" if code == EXIT_NOT_SAVED else "failed"
             files.ask(lambda: _note_state(job.status, state), None, of=job.status)

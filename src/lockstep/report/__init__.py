@@ -3,17 +3,19 @@
     Run, on the leader                                    lockstep run
        │  MetricsFile.write(..) ─►  metrics.jsonl
        │  StatusFile.write(...) ─►  status file  ─►  StatusFile.read(...)
-       └─ alone: View.show(status)                        └─ View.show(status), View.line(text of a rank)
+       └─ alone: View.show(status)                 │      └─ View.show(status), View.line(text of a rank)
+                                                   └─ lockstep top: on another terminal, or for Prometheus
 
 Nothing here needs torch, and rich is imported only for a terminal.
 """
 
 from lockstep.report.figure import new_figure, save_svg, write_table
 from lockstep.report.metrics_file import MetricsFile, record_row
+from lockstep.report.prometheus import export_metrics
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import State, Status, StatusFile, epoch_number
 from lockstep.report.throughput import Throughput
-from lockstep.report.top import top
+from lockstep.report.top import ended, require_run, table, top
 from lockstep.report.trackers import LogsValues, TrackerContext, TrackerThread, open_trackers
 from lockstep.report.trackers import refuse_unknown as refuse_unknown_trackers
 from lockstep.report.views import (
@@ -41,7 +43,9 @@ __all__ = [
     "View",
     "ViewOf",
     "choose_view",
+    "ended",
     "epoch_number",
+    "export_metrics",
     "ignoring_write_errors",
     "lateness",
     "line_interval_s",
@@ -49,7 +53,9 @@ __all__ = [
     "open_trackers",
     "record_row",
     "refuse_unknown_trackers",
+    "require_run",
     "save_svg",
+    "table",
     "top",
     "view_on",
     "write_table",

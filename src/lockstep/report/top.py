@@ -18,6 +18,7 @@ from typing import TextIO
 
 from lockstep.errors import SettingError
 from lockstep.formatting import count, duration, harmless, plural, size
+from lockstep.launch_contract import RUN_FILE
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.status import Status, StatusFile
 from lockstep.report.views import LinesView, View, can_draw
@@ -51,10 +52,7 @@ def top(
     Raises:
         SettingError: if there is no run.
     """
-    if not (run_dir / "run.json").exists():
-        runs = sorted(Path("runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-        near = f"; the newest is {runs[-1].parent}" if runs else ""
-        raise SettingError(f"{run_dir} is no run directory (it holds no run.json){near}")
+    require_run(run_dir)
     if once:
         status, ranks = _look(run_dir)
         lines = LinesView(stream, now=now)
@@ -87,6 +85,18 @@ def top(
     finally:
         view.close()
     view.line("the run has ended")
+
+
+def require_run(run_dir: Path) -> None:
+    """Check that ``run_dir`` is that of a run.
+
+    Raises:
+        SettingError: if not; names the newest one.
+    """
+    if not (run_dir / RUN_FILE).exists():
+        runs = sorted(Path("runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
+        near = f"; the newest is {runs[-1].parent}" if runs else ""
+        raise SettingError(f"{run_dir} is no run directory (it holds no {RUN_FILE}){near}")
 
 
 def ended(run_dir: Path) -> bool:

@@ -25,13 +25,12 @@ from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, StartMethod, with_option
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.launch_contract import RUN_FILE
 from lockstep.records import of_kind, read_object
 from lockstep.settings import check_variables
 from lockstep.small_files import replace_text
 from lockstep.world import World
 
-#: The file by which a run directory is recognized.
-MARK = "run.json"
 _LOCK = ".lock"
 _RUNS = Path("runs")
 _NO_SCHEDULER = Allocation()
@@ -141,7 +140,7 @@ def prepare(
         return Job(request, ranks, Path(), "new", None, 0, _start_method(request), notes, given)
     run_dir, begins, more = _run_dir(request, given, now)
     aside = None
-    if begins == "fresh" and run_dir.exists() and _about(run_dir) is not None:
+    if begins == "fresh" and run_dir.exists() and about_run(run_dir) is not None:
         aside = _unused(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
         more = (f"the earlier run is now in {relative_path(aside)}; nothing of it was deleted", *more)
     return Job(
@@ -234,7 +233,7 @@ def settle(job: Job, *, now: datetime) -> TextIO:
         **noted(job.given, job.request.subject),
         "versions": versions(),
     }
-    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about = about_run(job.run_dir) or {"format": 1, "starts": [], "generations": []}
     about["starts"].append(start)
     _write(job.run_dir, about)
     return lock
@@ -242,7 +241,7 @@ def settle(job: Job, *, now: datetime) -> TextIO:
 
 def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[str], now: datetime) -> None:
     """Record that ``generation`` starts, so that a later launcher continues to count from it."""
-    about = _about(job.run_dir) or {"format": 1, "starts": [], "generations": []}
+    about = about_run(job.run_dir) or {"format": 1, "starts": [], "generations": []}
     about["generations"].append(
         {
             "number": generation,
@@ -261,7 +260,7 @@ def next_generation(run_dir: Path) -> int:
 
 def note_refused(job: Job) -> None:
     """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
-    if (about := _about(job.run_dir)) is not None:
+    if (about := about_run(job.run_dir)) is not None:
         about["starts"][-1]["refused"] = True
         _write(job.run_dir, about)
 
@@ -328,7 +327,7 @@ def _run_dir(
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     again = f"{given} was started again, so its run goes on"
     if request.run_dir is None and given.job and not request.resume:
-        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, _about)
+        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, about_run)
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
@@ -340,23 +339,23 @@ def _run_dir(
         raise SettingError(f"{spelt} is a file; give a directory")
     held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
     trained = any(path.name in ("metrics.jsonl", "checkpoints") for path in held)
-    if not trained and _was_refused(_about(run_dir)):
+    if not trained and _was_refused(about_run(run_dir)):
         held = []
     if not held and request.fresh:
         return run_dir, "fresh", ()
     if not held:
         return run_dir, "resume" if request.resume else "new", ()
-    if _about(run_dir) is None and trained:
+    if about_run(run_dir) is None and trained:
         raise SettingError(
-            f"{spelt} holds a run whose {MARK} is damaged or gone. What it has saved is still there: go on in a new "
-            f"directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
+            f"{spelt} holds a run whose {RUN_FILE} is damaged or gone. What it has saved is still there: go on in a "
+            f"new directory from a copy of {relative_path(run_dir / 'checkpoints')}, with --resume --checkpoint DIR"
         )
-    if _about(run_dir) is None:
-        raise SettingError(f"{spelt} is not empty and holds no run (no {MARK}); give a new directory")
+    if about_run(run_dir) is None:
+        raise SettingError(f"{spelt} is not empty and holds no run (no {RUN_FILE}); give a new directory")
     if request.resume:
         return run_dir, "resume", ()
     # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
-    if goes_on(given, request.subject, _about(run_dir)):
+    if goes_on(given, request.subject, about_run(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
         return run_dir, "fresh", ()
@@ -368,7 +367,7 @@ def _run_dir(
 
 
 def _newest_run(request: Request) -> str:
-    runs = sorted(_RUNS.glob(f"*/{MARK}"), key=lambda path: path.stat().st_mtime)
+    runs = sorted(_RUNS.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
     if runs:
         return f"; the newest is {request.spelt('--run-dir', str(runs[-1].parent))}"
     return f", with {request.spelt('--run-dir', 'DIR')}"
@@ -383,9 +382,10 @@ def _unused(path: Path) -> Path:
     return free
 
 
-def _about(run_dir: Path) -> dict[str, Any] | None:
+def about_run(run_dir: Path) -> dict[str, Any] | None:
+    """What is in `RUN_FILE`, with its lists of ``starts`` and ``generations``; None if it cannot be read."""
     try:
-        about = read_object(run_dir / MARK)
+        about = read_object(run_dir / RUN_FILE)
         for name in ("starts", "generations"):
             of_kind(list[dict[str, Any]], about.get(name), name)
     except (OSError, ValueError):
@@ -394,11 +394,11 @@ def _about(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _generations(run_dir: Path) -> list[Any]:
-    return list((_about(run_dir) or {"generations": []})["generations"])
+    return list((about_run(run_dir) or {"generations": []})["generations"])
 
 
 def _write(run_dir: Path, about: dict[str, Any]) -> None:
-    replace_text(run_dir / MARK, json.dumps(about, indent=2) + "\n", durable=True)
+    replace_text(run_dir / RUN_FILE, json.dumps(about, indent=2) + "\n", durable=True)
 
 
 def is_in_use(run_dir: Path) -> bool:
