@@ -168,7 +168,7 @@ def test_the_table_of_settings_is_the_code():
 
 
 def test_the_table_of_exit_codes_is_the_code():
-    said = {int(row[0]) for row in rows_below("launching.md", "Exit codes")}
+    said = {int(row[0]) for row in rows_below("exit_codes.md", "Exit codes")}
     assert said == {value for name, value in vars(launch_contract).items() if name.startswith("EXIT_")}
 
 
