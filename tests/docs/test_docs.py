@@ -50,7 +50,12 @@ def blocks_of(page):
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SCRIPTS = {block.file: block for block in BLOCKS if block.file and block.language == "python"}
+#: Without those of pages whose blocks other tests run one after the other.
+SCRIPTS = {
+    block.file: block
+    for block in BLOCKS
+    if block.file and block.language == "python" and block.page not in ("docs/tutorial.md", "docs/jupyter.md")
+}
 
 
 def of(language):
