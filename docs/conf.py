@@ -34,12 +34,12 @@ myst_enable_extensions = ["colon_fence"]
 
 # Docstrings name code by one backtick: a link where the name is on the site, else code.
 default_role = "py:obj"
-autodoc_typehints = "signature"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-nitpicky = False
 
 # Help pages are made by the commands themselves, with the Python that makes the site.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -56,6 +56,13 @@ def _inside(app: object, page: str, source: list[str]) -> None:
         source[0] = re.sub(rf"\]\((?:\.\./)+{re.escape(outside)}", f"](/{here}", source[0])
 
 
+def _no_types(app: object, what: str, name: str, documented: object, options: object, lines: list[str]) -> None:
+    """Put an empty comment first: else napoleon takes the words before a colon for the type of an attribute."""
+    if what in ("attribute", "data", "property"):
+        lines[:0] = ["..", ""]
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _inside)
+    app.connect("autodoc-process-docstring", _no_types, priority=400)  # before napoleon, which has 500
