@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from doc_blocks import HOUSE, SCRIPTS, environment, free_port
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_USAGE
-from test_docs import HOUSE, SCRIPTS, environment, free_port
 
 yaml = pytest.importorskip("yaml")
 SERVICE, JOB = yaml.safe_load_all((HOUSE / "examples/kubernetes/train.yaml").read_text())

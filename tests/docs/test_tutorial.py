@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from test_docs import HOUSE, blocks_of, environment
+from doc_blocks import HOUSE, blocks_of, environment
 
 PAGE = HOUSE / "docs" / "tutorial.md"
 
