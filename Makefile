@@ -6,6 +6,7 @@
 #                 hour); then 520 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
+# make docs    the site of the documentation, in docs/_build/index.html
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
 #
@@ -20,7 +21,7 @@ RUN_DIR ?= runs/digits
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
-.PHONY: train test test-clusters test-gpu campaign mutants lint clean
+.PHONY: train test test-clusters test-gpu campaign mutants docs lint clean
 .DEFAULT_GOAL := test
 
 train: .venv/.ready
@@ -49,6 +50,11 @@ campaign: .venv/.ready
 mutants: .venv/.ready
 	@$(BIN)/python tests/harness/mutants.py
 
+# Warnings are errors: links without a target, pages in no table of contents.
+docs: .venv/.ready
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
 lint: .venv/.ready
 	@echo "ruff, mypy"
 	@$(BIN)/ruff check --quiet .
@@ -56,7 +62,7 @@ lint: .venv/.ready
 	@$(BIN)/mypy --no-error-summary
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist docs/_build
 	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Where there is no NVIDIA GPU, this exact torch is asked for, and first: anything looser may bring gigabytes of CUDA.
@@ -69,6 +75,6 @@ clean:
 		echo "setting up: torch for the CPU"; $(PIP) torch==2.13.0 && $(PIP) --no-deps torchvision==0.28.0; \
 	fi
 	@echo "setting up: Lockstep, its examples and its tests"
-	@$(PIP) --editable '.[dev,examples]'
+	@$(PIP) --editable '.[dev,docs,examples]'
 	@$(BIN)/python examples/vision.py
 	@touch $@

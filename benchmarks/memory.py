@@ -1,6 +1,6 @@
 """How much memory a rank needs while it starts, steps, saves and resumes: strategies, and torch by hand.
 
-python benchmarks/memory.py --page docs/strategies.md
+python benchmarks/memory.py --page docs/strategies/measured.md
 python benchmarks/memory.py --ways fsdp by-hand --ranks 2 --micro 1 --millions 100 --json memory.json
 
 A multilayer perceptron of eight square layers learns under AdamW. Each line is two jobs: one starts, trains and saves,

@@ -1,7 +1,7 @@
 """Parameter servers beside an all-reduce, as servers and workers grow.
 
 python benchmarks/servers.py
-python benchmarks/servers.py --speeds 100mbit --servers 1 2 3 --workers 2 4 --page docs/strategies.md
+python benchmarks/servers.py --speeds 100mbit --servers 1 2 3 --workers 2 4 --page docs/strategies/measured.md
 
 Each rank has a host of its own (see `visits.py`), and each worker computes as many samples a step.
 """

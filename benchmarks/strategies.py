@@ -2,8 +2,8 @@
 
 python benchmarks/strategies.py
 python benchmarks/strategies.py --speeds 100mbit --ways ddp ddp:compress=fp16 --rounds 5 --json found.json
-python benchmarks/strategies.py --page docs/strategies.md --picture docs/pictures/strategies.svg
-python benchmarks/strategies.py --speeds --no-memory --curve 1 2 4 8 --page docs/strategies.md
+python benchmarks/strategies.py --page docs/strategies/measured.md --picture docs/pictures/strategies.svg
+python benchmarks/strategies.py --speeds --no-memory --curve 1 2 4 8 --page docs/strategies/measured.md
 
 A round is one visit (see `visits.py`) to each strategy, in an order that changes from round to round, and what is
 compared is compared within a round. What a round saw of a way is the mean of its steps: medians and quartiles are over

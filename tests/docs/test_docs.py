@@ -3,54 +3,21 @@
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 
 import pytest
 import torch
 
 import gpu_counts
 import gpu_tried
+from doc_blocks import BLOCKS, HOUSE, PAGES, SCRIPTS, Block, environment, free_port
 from gpu_operations import PAGE as GPU_PAGE
 from gpu_operations import page_with, tables
 from lockstep import launch_contract
 from lockstep.report import MetricsFile
 from lockstep.settings import Settings
-
-HOUSE = Path(__file__).parents[2]
-PAGES = sorted([HOUSE / "README.md", *(HOUSE / "docs").rglob("*.md")])
-
-
-@dataclass(frozen=True)
-class Block:
-    page: str
-    line: int
-    language: str
-    file: str | None  # from a comment above it: <!-- file: train.py -->, <!-- shell: train.py -->
-    text: str
-
-    def __str__(self):
-        return f"{self.page}:{self.line}"
-
-
-_BLOCK = re.compile(
-    r"(?:<!-- (?:file|shell): (?P<file>\S+) -->\n)?```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^```$",
-    re.MULTILINE | re.DOTALL,
-)
-
-
-def blocks_of(page):
-    text = page.read_text(encoding="utf-8")
-    for found in _BLOCK.finditer(text):
-        line = text.count("\n", 0, found.start("text")) + 1
-        yield Block(page.relative_to(HOUSE).as_posix(), line, found["language"], found["file"], found["text"])
-
-
-BLOCKS = [block for page in PAGES for block in blocks_of(page)]
-SCRIPTS = {block.file: block for block in BLOCKS if block.file and block.language == "python"}
 
 
 def of(language):
@@ -62,22 +29,10 @@ def test_python_compiles(block):
     compile(block.text, str(block), "exec")
 
 
-def environment(**more):
-    hidden = ("LOCKSTEP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-    return env | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | more
-
-
 def run(command, cwd, **more):
     done = subprocess.run(command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def free_port():
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return str(door.getsockname()[1])
 
 
 @pytest.mark.long
@@ -168,7 +123,7 @@ def test_the_table_of_settings_is_the_code():
 
 
 def test_the_table_of_exit_codes_is_the_code():
-    said = {int(row[0]) for row in rows_below("launching.md", "Exit codes")}
+    said = {int(row[0]) for row in rows_below("exit_codes.md", "Exit codes")}
     assert said == {value for name, value in vars(launch_contract).items() if name.startswith("EXIT_")}
 
 

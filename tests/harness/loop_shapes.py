@@ -1,7 +1,7 @@
-"""The shapes that training loops have, each as a function that any rank can call, and the table of docs/loops.md.
+"""The shapes that training loops have, each as a function that any rank can call, and the table of docs/loop_shapes.md.
 
     python tests/harness/loop_shapes.py            run each on 1, 2 and 3 ranks, and killed and resumed; print the table
-    python tests/harness/loop_shapes.py --write    the same, and put the table into docs/loops.md
+    python tests/harness/loop_shapes.py --write    the same, and put the table into docs/loop_shapes.md
     python tests/harness/loop_shapes.py NAME...    only these; what each rank returned or raised
 
 A shape returns what must be equal on all ranks and for any number of them. Where it is refused, the error is one of
@@ -34,7 +34,7 @@ from lockstep.testing import run_each, state_hash
 from waiting import wait_until
 from worlds import on_world
 
-PAGE = Path(__file__).parents[2] / "docs" / "loops.md"
+PAGE = Path(__file__).parents[2] / "docs" / "loop_shapes.md"
 WORLDS = (1, 2, 3)
 SIZES = {"global_batch": 12, "micro_batch": 3}
 
@@ -1164,7 +1164,7 @@ def _killed(loop: Callable[[], Any], at_step: int, directory: str) -> None:
 
 
 def table() -> list[str]:
-    """The table of docs/loops.md, measured."""
+    """The table of docs/loop_shapes.md, measured."""
     found = verdicts(list(SHAPES.values()))
     lines = ["| the loop | on 1, 2 and 3 ranks | killed and resumed |", "| --- | --- | --- |"]
     last = ""

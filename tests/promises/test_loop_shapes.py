@@ -1,4 +1,4 @@
-"""What docs/loops.md says of each shape of a loop: the same bits on 1, 2 and 3 ranks and after a kill, or refused.
+"""What docs/loop_shapes.md says of each shape: the same bits on 1, 2 and 3 ranks and after a kill, or refused.
 
 The suite leaves out the kills of most shapes, one of the worlds, and packages that take seconds to import; `make
 campaign` leaves out nothing.

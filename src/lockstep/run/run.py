@@ -82,7 +82,7 @@ class Run:
     Args:
         seed: of everything random: initial weights, order of samples, augmentation, dropout.
         strategy: how replicas are kept in step, with its options, such as ``ddp`` or ``fsdp:wrap=Block``; all of them
-            are in docs/strategies.md.
+            are in docs/strategies/.
         reduction: ``exact`` sums gradients along one fixed tree, so that the bits do not depend on the number of
             ranks; ``fast`` is torch's own all-reduce.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.

@@ -1,4 +1,4 @@
-"""The memory of keys as docs/from-single-gpu.md writes it: gather, where run.step returned True; kept encoder and queue."""
+"""The memory of keys as docs/script.md writes it: gather, where run.step returned True; kept encoder and queue."""
 
 STRATEGIES = ["zero", "fsdp", "zero:stage=2", "parameter-server@3"]
 

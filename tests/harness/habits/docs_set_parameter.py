@@ -1,4 +1,4 @@
-"""A parameter without gradient that the script sets once a step (bias of experts), the form of docs/from-single-gpu.md."""
+"""A parameter without gradient that the script sets once a step (bias of experts), the form of docs/script.md."""
 
 STRATEGIES = ["zero", "fsdp", "zero:stage=2", "hsdp:shard=2@4", "pipeline", "hybrid@3", "parameter-server@3"]
 

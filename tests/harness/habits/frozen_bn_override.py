@@ -26,7 +26,7 @@ def main(run):
     v = run.loader(data(), global_batch=16, micro_batch=4, shuffle=False)
     for e in run.epochs(2):
         if PLAIN:
-            m.train()  # the line that docs/from-single-gpu.md says run.train takes the place of
+            m.train()  # the line that docs/script.md says run.train takes the place of
         for x, y in run.train(b):
             run.step(F.cross_entropy(m(x), y))
         for x, y in run.evaluate(v):

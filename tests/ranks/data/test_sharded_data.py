@@ -166,12 +166,12 @@ def test_ranks_and_resumed_runs_tell_shards_apart():
     assert digest(3, 4) != digest(3, 4, shuffle=False)
 
 
-# ---- the classes of docs/data.md -----------------------------------------------------------------------------------
+# ---- the classes of docs/shards.md -----------------------------------------------------------------------------------
 
 
 def of_docs(name, **names):
     """A class that the page shows."""
-    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "shards.md").read_text()
     (block,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}:" in block)
     exec(block, names)
     return names[name]

@@ -139,7 +139,7 @@ def division_of(share: StreamShare, *, shuffle: bool | None) -> StreamDivision:
             share,
             f"each of {share.plan.world_size} ranks reads the whole of {name} and keeps its share, as it has no method "
             "stride(start, step) that gives every step-th sample from start on; a data set with shards is read once, "
-            "by several loader processes (docs/data.md)",
+            "by several loader processes (docs/shards.md)",
         )
     few = (
         f"it has {plural(stream.num_shards, 'shard')} for the {places} micro-batches of a step; a larger "
