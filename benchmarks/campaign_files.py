@@ -331,6 +331,7 @@ FILES: dict[str, Fault] = {
     "the checkpoints are gone, and kill -9 of a rank": Fault(then_killed(checkpoints_gone), _KILLED),
     "the logs are gone, and kill -9 of a rank": Fault(then_killed(logs_gone), _KILLED),
 }
+_OPEN_FILES = r"a process may open \d+ files here"
 BETWEEN: dict[str, Fault] = {
     "a byte of the newest checkpoint is another one": damaged(flipped(_a_part, -3)),
     "a bit of a part's head is another one": damaged(flipped(_a_part, 20)),
@@ -350,13 +351,13 @@ BETWEEN: dict[str, Fault] = {
     "a bit of the metrics is another one": changed(flipped(lambda run_dir: run_dir / _METRICS, 20)),
     "EIO where a part is read at a resume": Fault(
         unreadable,
-        r"(?i)input/output error",
+        r"(?si)run failed: .*input/output error",
         "older",
         resumes=True,
         happened=lambda training: training.files().hits > 0,
     ),
-    "12 open files at most": refused(r"(?i)too many open files|open files|descriptors", "prlimit", "--nofile=12"),
-    "24 open files at most": refused(r"(?i)too many open files|open files|descriptors", "prlimit", "--nofile=24"),
+    "12 open files at most": refused(_OPEN_FILES, "prlimit", "--nofile=12"),
+    "24 open files at most": refused(_OPEN_FILES, "prlimit", "--nofile=24"),
     "700 MB of addresses at most": refused(r"(?i)memory", "prlimit", "--as=700000000"),
     "4 kB of memory for files": refused(r"/dev/shm", mount="mount -t tmpfs -o size=4k none /dev/shm"),
     "memory for files that takes nothing": refused(r"/dev/shm", mount="mount -t tmpfs -o ro none /dev/shm"),

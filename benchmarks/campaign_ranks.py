@@ -141,7 +141,10 @@ NUMBERS = {
     ),
     "a bit of Adam's average": flipped(_FLIP.format(f"{_ADAM}['exp_avg']", 22)),
     "Adam's count of steps": flipped(f"{_ADAM}['step'] += 1"),
-    "a count of BatchNorm": flipped("network[1].num_batches_tracked += 1"),
+    "a count of BatchNorm": flipped(
+        "network[1].num_batches_tracked += 1",
+        r"(?s)run failed: .*(ranks hold different values|num_batches_tracked changed)",
+    ),
     "the learning rate": flipped("optimizer.param_groups[0]['lr'] *= 2"),
     "eps of Adam": flipped("optimizer.param_groups[0]['eps'] = 1e-3"),
     "the scheduler's epoch": by_itself("scheduler.last_epoch += 7", r"(?s)run failed: .*its last_epoch is"),
@@ -151,7 +154,7 @@ NUMBERS = {
     "Dropout.p": flipped("network[3].p = 0.5"),
     "eval() of a module": flipped("network[1].eval()"),
     "eval() of the model": flipped("model.eval()"),
-    "another number of threads": flipped("torch.set_num_threads(2)", "(?s).*set_num_threads"),
+    "another number of threads": flipped("torch.set_num_threads(2)", r"(?s)run failed: .*set_num_threads"),
     "another default dtype": flipped("torch.set_default_dtype(torch.float64)", r"(?s)run failed: .*default_dtype"),
     "another precision of products": flipped(
         "torch.set_float32_matmul_precision('medium')", r"(?s)run failed: .*fp32_precision"

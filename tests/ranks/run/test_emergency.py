@@ -645,8 +645,11 @@ TRAIN = """
                         if shape == "irregular" and run.progress.step == 7:
                             optimizer.param_groups[0]["lr"] *= 0.5
                         at(run.progress.step, "a forward pass")
+                        at(run.progress.step, "a forward pass, beside a rank that is stopped")
                         if rank == 1 and last == run.progress.step and "half" in where and "forward" in where:
                             os.kill(os.getpid(), signal.SIGKILL)
+                        if rank == 1 and last == run.progress.step and "beside a rank that is stopped" in where:
+                            os.kill(os.getpid(), signal.SIGSTOP)
                         out = model(x)
                         run.measure(right=out.argmax(1) == y)
                         if shape == "changes what is kept before its step" and run.micro_batch.last:
@@ -695,6 +698,7 @@ EPOCHS = [
     ([0, 1], 9, "the body", 9),
     ([1], 12, "an evaluation", 12),
     ([0], 12, "the turn", 12),
+    ([2], 14, "a forward pass, beside a rank that is stopped", 14),
     ([0], 17, "a forward pass, and half its state written", 17),
 ]
 STEPS_LOOP = [

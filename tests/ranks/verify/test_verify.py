@@ -226,7 +226,7 @@ def test_a_right_script_is_the_same_in_all_ways(tmp_path, name):
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_right_loop_is_the_same_in_all_ways(tmp_path, name):
-    (tmp_path / "train.py").write_text(f"import loop_shapes\n\nloop_shapes.{name}()\n")
+    (tmp_path / "train.py").write_text(f"import lockstep\nimport loop_shapes\n\nloop_shapes.{name}()\n")
     verified(tmp_path, "train.py")
 
 

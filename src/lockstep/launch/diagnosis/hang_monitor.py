@@ -174,6 +174,11 @@ class HangMonitor:
         return self._current.tracker.saves
 
     @property
+    def silent(self) -> set[int]:
+        """The ranks that live and send no heartbeat, such as those that were stopped."""
+        return {state.rank for state in self._current.tracker.rank_states(self._now()) if state.is_silent}
+
+    @property
     def heard_any(self) -> bool:
         """Whether a heartbeat of this generation has come."""
         return self._current.tracker.heard_any

@@ -319,8 +319,14 @@ class WorkerGroup:
             current.hangs = True
             return
         current.severed = bool(diagnosis.cut)
-        current.culprits, current.culprits_s = frozenset(first), time.monotonic()
-        self._fork_server.kill_ranks(current.culprits)
+        self._kill_first(first)
+
+    def _kill_first(self, ranks: Collection[int]) -> None:
+        """Kill ``ranks`` before the others."""
+        current = self._current
+        current.culprits, current.culprits_s = frozenset(ranks), time.monotonic()
+        if self._fork_server is not None:
+            self._fork_server.kill_ranks(current.culprits)
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
@@ -328,7 +334,13 @@ class WorkerGroup:
         leaves = current.stop_mode is StopMode.PEER_LOST
         still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
         if now_s >= current.kill_at_s and not still_leaves:
-            self._kill()
+            silent = current.living & self._hang_monitor.silent if leaves and not current.culprits else set()
+            if silent and silent != current.living:
+                # The others may wait for them, and leave what they hold once they see them gone.
+                self._kill_first(silent)
+                current.kill_at_s = now_s + _PEER_LOST_GRACE_S
+            else:
+                self._kill()
         fork_server = self._fork_server
         if fork_server is None or not self.running:
             return
@@ -373,8 +385,7 @@ class WorkerGroup:
         current.lost_part, current.lost_part_s = what, at_s
         if ranks_live and self._left_in is not None and current.world_size > 1 and self._fork_server is not None:
             # All of them hold the last step: where one is gone, the others leave what they hold.
-            current.culprits, current.culprits_s = frozenset({current.ranks[-1]}), time.monotonic()
-            self._fork_server.kill_ranks(current.culprits)
+            self._kill_first({current.ranks[-1]})
 
     def _handle(self, event: Event) -> None:
         match event:
