@@ -137,8 +137,9 @@ def full_memory(training: Training) -> None:
         bytes_into(shm / "fills")
     try:
         training.wait_for_steps(3)
-        send(training.rank(), KILL)
-        training.wait_for_steps(3)
+        if training.alive:  # loader processes of a script that takes more there end the run, which says why
+            send(training.rank(), KILL)
+            training.wait_for_steps(3)
     finally:
         (shm / "fills").unlink()
 
@@ -327,7 +328,9 @@ FILES: dict[str, Fault] = {
     "status.json is a directory": unharmed(status_is_a_directory),
     "the disk is full": Fault(until_unsaved(bytes_into), r"not saved: .* is full", ends=False),
     "the disk has no names left": Fault(until_unsaved(names_beside), r"not saved: .*", ends=False),
-    "the memory for files is full, and kill -9 of a rank": Fault(full_memory, _KILLED, "disk"),
+    "the memory for files is full, and kill -9 of a rank": Fault(
+        full_memory, rf"{_KILLED}|run failed: [^✗]*(/dev/shm|No space left)", "disk", resumes=True
+    ),
     "the checkpoints are gone, and kill -9 of a rank": Fault(then_killed(checkpoints_gone), _KILLED),
     "the logs are gone, and kill -9 of a rank": Fault(then_killed(logs_gone), _KILLED),
 }
