@@ -197,10 +197,11 @@ def strike_once(run: Training, kind: str, one: Round) -> Struck:
         return [step for step in new if step.at_s > over_s]
 
     def goes_on() -> bool:
-        if fault.resumes and run.launchers["n1"] is first and run.ended():
-            struck.left += [] if fault.outlived else run.left_of("n1")
-            run.launch("n1", "--resume")
-        if run.over and len(new_steps()) < 3:
+        if fault.resumes and run.launchers["n1"] is first:
+            if run.ended():
+                struck.left += [] if fault.outlived else run.left_of("n1")
+                run.launch("n1", "--resume")
+        elif run.over and len(new_steps()) < 3:
             raise TimeoutError("all launchers have ended")
         return len(new_steps()) >= 3
 
