@@ -65,7 +65,7 @@ class RunRecord:
     @property
     def state(self) -> str:
         """In a word or two; a run that was killed says nothing of it itself."""
-        said = "not started" if self.status is None else self.status.state
+        said = "no step done" if self.status is None else self.status.state
         return "interrupted" if self.is_over and said in ("training", "evaluating", "saving") else said
 
     @property
@@ -85,7 +85,7 @@ class RunRecord:
         walls = sorted(map(_wall, self.metrics))
         signs = [*walls, *self.saved_at_s, *(fault.wall_s for fault in self.faults), *begins]
         found: list[Generation] = []
-        for one, began_s, ended_s in zip(told, begins, [*begins[1:], max(signs, default=0.0)], strict=True):
+        for one, began_s, ended_s in zip(told, begins, [*begins[1:], max(signs, default=0.0)], strict=False):
             own = [wall for wall in walls if began_s <= wall <= ended_s] or [ended_s]
             hosts = one.get("hosts")
             found.append(
