@@ -40,12 +40,8 @@ def main(out: Path) -> None:
         for file in ("runs/killed/report.html", "both.html", "runs/runs.html"):
             page = (place / file).read_bytes()
             print(f"{file}: {size(len(page))}, {size(len(gzip.compress(page)))} packed")
-        for file, width, height, dark in (
-            ("report-light.png", 1000, 1150, False),
-            ("report-dark.png", 1000, 1150, True),
-            ("report-narrow.png", 320, 900, False),
-        ):
-            browser.picture(place / "both.html", out / file, width=width, height=height, dark=dark, beside=place)
+        for file, dark in (("report-light.png", False), ("report-dark.png", True)):
+            browser.picture(place / "both.html", out / file, width=1000, height=1290, dark=dark, beside=place)
             print(f"{out / file}: {size((out / file).stat().st_size)}")
 
 

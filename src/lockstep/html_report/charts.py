@@ -41,7 +41,7 @@ def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         {
             "run": number,
             "kind": event.kind,
-            "step": run.step_at(event.wall_s),
+            "step": event.step,
             "time": (event.wall_s - run.began_s) / unit_s,
             "what": text(f"{run.name}: {event.what}"),
         }

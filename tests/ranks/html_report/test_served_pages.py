@@ -95,3 +95,17 @@ def test_nothing_reaches_over_the_edge(page, width, tmp_path):
     assert inner == width
     assert taken <= width
     assert not reaching
+
+
+def test_a_search_is_shown_with_its_pictures(tmp_path):
+    (tmp_path / "search.py").write_text(
+        "import lockstep\nfrom lockstep.tune import Float\n"
+        "lockstep.tune(lambda run, params: params['x'] ** 2, {'x': Float(-5, 5)}, trials=4)\n"
+    )
+    lockstep = [sys.executable, "-m", "lockstep"]
+    subprocess.run([*lockstep, "tune", "--run-dir", "search", "search.py"], cwd=tmp_path, check=True)
+    subprocess.run([*lockstep, "report", "search"], cwd=tmp_path, check=True)
+    page = (tmp_path / "search" / "report.html").read_text()
+    assert "<h2>Search in search</h2>" in page
+    assert page.count("data:image/svg+xml;base64,") >= 2
+    assert page.count(">done</td>") >= 4

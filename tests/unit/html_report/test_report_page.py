@@ -15,6 +15,7 @@ import lockstep.html_report.page
 from lockstep.errors import SettingError
 from lockstep.html_report import attached_files, list_page, read_run, report_page
 from lockstep.html_report.charts import _thinned, metric_charts, run_charts
+from lockstep.html_report.page import _filled
 from lockstep.html_report.tables import shown
 from written_runs import BEGAN_S, write_run
 
@@ -113,6 +114,11 @@ def test_only_the_scripts_of_the_page_may_run(tmp_path):
     assert "unsafe-eval" not in allowed
     assert re.search(r"script-src ('sha256-[\w+/=]+' ?){2};", allowed)
     assert not re.search(r'(src|href)="?https?:', page)
+
+
+def test_numbers_of_charts_do_not_end_their_element():
+    page = _filled("x", {"sections": {}, "charts": {"curves": "</script><script>alert(1)</script><!--"}})
+    assert len(scripts(page)) == 3
 
 
 def test_files_that_cannot_be_read_are_left_out(tmp_path):
