@@ -31,7 +31,7 @@ FLOORS = (
     ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds", "project_files"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
-    ("tune", "scale", "verify"),
+    ("tune", "scale", "verify", "html_report"),
     ("doctor",),
     ("cli", "testing"),
     ("__init__", "__main__"),
@@ -43,7 +43,7 @@ TORCH_FREE = (
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_kinds", "saved_run", "error_advice", "step_record", "records", "transcript"),
     *("small_files", "nested", "cpython_private", "project_files", "loop_variables"),
-    *("cli", "__init__", "__main__"),
+    *("html_report", "cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from
 #: the launcher's side all the same, so they import torch in a function; `test_front_door.py` sees that their room stays

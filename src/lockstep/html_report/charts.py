@@ -41,7 +41,7 @@ def metric_charts(runs: Sequence[RunRecord]) -> list[Chart]:
         {
             "run": number,
             "kind": event.kind,
-            "step": run.step_at(event.wall_s),
+            "step": event.step,
             "time": (event.wall_s - run.began_s) / unit_s,
             "what": text(f"{run.name}: {event.what}"),
         }
@@ -83,13 +83,13 @@ def run_charts(run: RunRecord) -> list[Chart]:
         }
         for name, pairs in spans.items()
     ]
-    for kind in ("checkpoint", "fault"):
+    for kind, symbol in (("checkpoint", "diamond"), ("fault", "x")):
         those = [event for event in run.events() if event.kind == kind]
         bars.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "marker": {"size": 9, "line": {"width": 1, "color": "white"}},
+                "marker": {"symbol": symbol, "size": 9, "line": {"width": 1, "color": "white"}},
                 "name": kind,
                 "hoverinfo": "text",
                 "x": [(event.wall_s - run.began_s) / unit_s for event in those],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
+from lockstep.formatting import plural
 from lockstep.launch import about_run
 from lockstep.launch_contract import FAULT_NOTES
 from lockstep.records import open_regular, read_object
@@ -27,6 +29,7 @@ class Event(NamedTuple):
     kind: str
     wall_s: float  #: seconds since 1970
     what: str
+    step: float  #: steps done by then, as far as it is known
 
 
 class Generation(NamedTuple):
@@ -65,7 +68,7 @@ class RunRecord:
     @property
     def state(self) -> str:
         """In a word or two; a run that was killed says nothing of it itself."""
-        said = "not started" if self.status is None else self.status.state
+        said = "no step done" if self.status is None else self.status.state
         return "interrupted" if self.is_over and said in ("training", "evaluating", "saving") else said
 
     @property
@@ -85,7 +88,7 @@ class RunRecord:
         walls = sorted(map(_wall, self.metrics))
         signs = [*walls, *self.saved_at_s, *(fault.wall_s for fault in self.faults), *begins]
         found: list[Generation] = []
-        for one, began_s, ended_s in zip(told, begins, [*begins[1:], max(signs, default=0.0)], strict=True):
+        for one, began_s, ended_s in zip(told, begins, [*begins[1:], max(signs, default=0.0)], strict=False):
             own = [wall for wall in walls if began_s <= wall <= ended_s] or [ended_s]
             hosts = one.get("hosts")
             found.append(
@@ -104,11 +107,16 @@ class RunRecord:
     def events(self) -> list[Event]:
         """Starts of generations, checkpoints, and faults on purpose, in their order."""
         generations = [
-            Event("generation", one.began_s, f"generation {one.number}: {one.ranks} ranks on {one.hosts}")
+            Event(
+                "generation",
+                one.began_s,
+                f"generation {one.number}: {plural(one.ranks, 'rank')} on {one.hosts}",
+                self.step_at(one.began_s),
+            )
             for one in self.generations()
         ]
         saved = [
-            Event("checkpoint", wall_s, f"checkpoint of step {row.step}")
+            Event("checkpoint", wall_s, f"checkpoint of step {row.step}", row.step)
             for row, wall_s in zip(self.checkpoints, self.saved_at_s, strict=True)
         ]
         return sorted([*generations, *saved, *self.faults], key=lambda event: event.wall_s)
@@ -160,7 +168,8 @@ def _faults(path: Path) -> Iterator[Event]:
         fault, _, rest = line.partition("\t")
         wall, _, where = rest.partition("\t")
         with contextlib.suppress(ValueError):
-            yield Event("fault", float(wall), f"{fault} ({where})")
+            step = re.search(r"step (\d+)", where) or re.search(r"step (\d+)", fault)
+            yield Event("fault", float(wall), f"{fault} ({where})", float(step[1]) if step else 0.0)
 
 
 def _failures(run_dir: Path) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,6 @@ from typing import Final, Literal
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.errors import NonFiniteError
 from lockstep.run.batches.pinned_copy import PinnedCopy
@@ -95,8 +94,7 @@ class NonFiniteChecks:
     ) -> Iterator[None]:
         """Look at this rank's gradients as the backward passes within compute them, before any sum.
 
-        Waits for a GPU at each parameter. Parameters that ranks hold parts of are not looked at: no rank has a gradient
-        of its own for them.
+        Waits for a GPU at each of ``parameters``. Of those that ranks hold parts of, no rank has a gradient of its own.
 
         Raises:
             NonFiniteError: if one is not finite and the run is to locate it. It names the first such parameter in the
@@ -111,7 +109,7 @@ class NonFiniteChecks:
             if not (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all():
                 self._found("gradient", f"the gradient of {name_of(parameter)} is not finite {where}")
 
-        hooks = [p.register_hook(partial(look, p)) for p in parameters if not isinstance(p, DTensor)]
+        hooks = [p.register_hook(partial(look, p)) for p in parameters]
         try:
             yield
         finally:

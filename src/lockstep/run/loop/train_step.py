@@ -215,7 +215,7 @@ class TrainStep:
         """See `NonFiniteChecks.locating`; in fp16 a gradient that is not finite is a loss scale that is too large."""
         if self._precision.scales:
             return _AS_USUAL
-        return self._finite.locating(target.parameters, self._state.name_of, self._step, micro_batches)
+        return self._finite.locating(target.whole, self._state.name_of, self._step, micro_batches)
 
     def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition, items: Items) -> torch.Tensor:
         """The loss of this micro-batch: what the script has given, or what ``task`` computes.

@@ -57,6 +57,11 @@ class ParameterSet:
         return [p for p in self.parameters if p not in self.sparse] if self.sparse else list(self.parameters)
 
     @property
+    def whole(self) -> list[nn.Parameter]:
+        """The parameters that are not divided among ranks, in order."""
+        return [p for p in self.parameters if not isinstance(p, DTensor)]
+
+    @property
     def alike(self) -> list[list[nn.Parameter]]:
         """The parameters in lists that torch can compute with at once: divided and whole ones apart."""
         kinds: dict[bool, list[nn.Parameter]] = {}
