@@ -101,6 +101,11 @@ class _Generation:
         """The ranks whose end is not known."""
         return set(self.ranks) - self.exited.keys()
 
+    def kill_first(self, ranks: Collection[int], fork_server: ForkServerClient) -> None:
+        """Kill ``ranks`` before the others."""
+        self.culprits, self.culprits_s = frozenset(ranks), time.monotonic()
+        fork_server.kill_ranks(self.culprits)
+
     def note_exit(self, rank: int, status: int, at_s: float, *, ended_by_us: bool, part: str = "") -> None:
         """Rank ``rank`` has ended, as in `RankExit`."""
         self.exited[rank] = RankExit(rank, status, at_s, ended_by_us=ended_by_us, host=self.host, part=part)
@@ -319,29 +324,22 @@ class WorkerGroup:
             current.hangs = True
             return
         current.severed = bool(diagnosis.cut)
-        self._kill_first(first)
-
-    def _kill_first(self, ranks: Collection[int]) -> None:
-        """Kill ``ranks`` before the others."""
-        current = self._current
-        current.culprits, current.culprits_s = frozenset(ranks), time.monotonic()
-        if self._fork_server is not None:
-            self._fork_server.kill_ranks(current.culprits)
+        current.kill_first(first, self._fork_server)
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
         current = self._current
         leaves = current.stop_mode is StopMode.PEER_LOST
         still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
+        fork_server = self._fork_server
         if now_s >= current.kill_at_s and not still_leaves:
             silent = current.living & self._hang_monitor.silent if leaves and not current.culprits else set()
-            if silent and silent != current.living:
+            if fork_server is not None and silent and silent != current.living:
                 # The others may wait for them, and leave what they hold once they see them gone.
-                self._kill_first(silent)
+                current.kill_first(silent, fork_server)
                 current.kill_at_s = now_s + _PEER_LOST_GRACE_S
             else:
                 self._kill()
-        fork_server = self._fork_server
         if fork_server is None or not self.running:
             return
         if current.culprits & current.living and now_s >= current.culprits_s + _ANSWER_S:
@@ -385,7 +383,7 @@ class WorkerGroup:
         current.lost_part, current.lost_part_s = what, at_s
         if ranks_live and self._left_in is not None and current.world_size > 1 and self._fork_server is not None:
             # All of them hold the last step: where one is gone, the others leave what they hold.
-            self._kill_first({current.ranks[-1]})
+            current.kill_first({current.ranks[-1]}, self._fork_server)
 
     def _handle(self, event: Event) -> None:
         match event:
