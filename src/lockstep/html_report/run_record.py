@@ -77,9 +77,10 @@ class RunRecord:
         return min((_seconds(start) for start in self.about["starts"]), default=0.0)
 
     def step_at(self, wall_s: float) -> float:
-        """The step of the last record before ``wall_s``."""
+        """The last step that a record or a fault before ``wall_s`` tells of."""
         at = bisect.bisect_right(self.metrics, wall_s, key=_wall)
-        return self.metrics[at - 1]["step"] if at else 0
+        logged = self.metrics[at - 1]["step"] if at else 0
+        return max([logged, *(fault.step for fault in self.faults if fault.wall_s <= wall_s)])
 
     def generations(self) -> list[Generation]:
         """Its generations in their order, with what of their time is known."""

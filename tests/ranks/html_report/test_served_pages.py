@@ -81,7 +81,7 @@ def test_a_page_is_drawn_without_an_error_of_its_scripts(page):
     found, console = browser.document(page.as_uri())
     assert not console
     assert 'data-drawn="true"' in found
-    assert found.count('class="modebar ') == 3 + 2 * 3
+    assert found.count('class="plot-container plotly"') == 3 + 2 * 3
     assert "onerror=alert(1)>" not in re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL)
     assert "hare chart" not in re.sub(r"<script.*?</script>", "", found, flags=re.DOTALL), "nothing leaves the page"
 
