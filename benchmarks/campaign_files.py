@@ -361,7 +361,7 @@ BETWEEN: dict[str, Fault] = {
     ),
     "12 open files at most": refused(_OPEN_FILES, "prlimit", "--nofile=12"),
     "24 open files at most": refused(_OPEN_FILES, "prlimit", "--nofile=24"),
-    "700 MB of addresses at most": refused(r"(?i)memory", "prlimit", "--as=700000000"),
+    "700 MB of addresses at most": refused(r"(?i:memory)", "prlimit", "--as=700000000"),
     "4 kB of memory for files": refused(r"/dev/shm", mount="mount -t tmpfs -o size=4k none /dev/shm"),
     "memory for files that takes nothing": refused(r"/dev/shm", mount="mount -t tmpfs -o ro none /dev/shm"),
 }

@@ -50,6 +50,8 @@ _RANKS_EVERY_S = 1.0
 _SILENT_START_S = 1
 #: Grace for ranks whose peers are gone: enough to begin to leave what each of them holds, which has the whole grace.
 _PEER_LOST_GRACE_S = 3.0
+#: Of this grace, what is kept for ranks that wait for one that is stopped, to leave what they hold.
+_TO_LEAVE_S = 0.75
 #: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
 _ANSWER_S = 2.0
 #: How long a killed rank may take to end. A large process takes seconds; one blocked in the kernel may never end.
@@ -332,14 +334,14 @@ class WorkerGroup:
         leaves = current.stop_mode is StopMode.PEER_LOST
         still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
         fork_server = self._fork_server
-        if now_s >= current.kill_at_s and not still_leaves:
-            silent = current.living & self._hang_monitor.silent if leaves and not current.culprits else set()
-            if fork_server is not None and silent and silent != current.living:
+        if leaves and not current.culprits and now_s >= current.kill_at_s - _TO_LEAVE_S and fork_server is not None:
+            silent = current.living & self._hang_monitor.silent
+            if silent and silent != current.living:
                 # The others may wait for them, and leave what they hold once they see them gone.
                 current.kill_first(silent, fork_server)
                 current.kill_at_s = now_s + _PEER_LOST_GRACE_S
-            else:
-                self._kill()
+        if now_s >= current.kill_at_s and not still_leaves:
+            self._kill()
         if fork_server is None or not self.running:
             return
         if current.culprits & current.living and now_s >= current.culprits_s + _ANSWER_S:
