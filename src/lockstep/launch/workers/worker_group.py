@@ -50,7 +50,7 @@ _RANKS_EVERY_S = 1.0
 _SILENT_START_S = 1
 #: Grace for ranks whose peers are gone: enough to begin to leave what each of them holds, which has the whole grace.
 _PEER_LOST_GRACE_S = 3.0
-#: Of this grace, what is kept for ranks that wait for one that is stopped, to leave what they hold.
+#: Of any grace, what is kept for ranks that wait for one that is stopped, to leave what they hold.
 _TO_LEAVE_S = 0.75
 #: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
 _ANSWER_S = 2.0
@@ -334,7 +334,8 @@ class WorkerGroup:
         leaves = current.stop_mode is StopMode.PEER_LOST
         still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
         fork_server = self._fork_server
-        if leaves and not current.culprits and now_s >= current.kill_at_s - _TO_LEAVE_S and fork_server is not None:
+        has_failed = leaves or current.stop_mode is StopMode.TERMINATE
+        if has_failed and not current.culprits and now_s >= current.kill_at_s - _TO_LEAVE_S and fork_server is not None:
             silent = current.living & self._hang_monitor.silent
             if silent and silent != current.living:
                 # The others may wait for them, and leave what they hold once they see them gone.
