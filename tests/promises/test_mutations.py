@@ -31,6 +31,7 @@ from lockstep.checkpoint.next_step import NEXT_STEP, read_next_step
 from lockstep.checkpoint.part_file import PartWriter, load_part, read_part_head
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.cli.config import file_words
+from lockstep.cli.run_options import run_options
 from lockstep.cli.site_file import site_prices, site_table
 from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError
@@ -480,7 +481,7 @@ def a_site_file(tmp_path):
                 lambda: open_catalogue(site_table("predict")).find_gpu("X100"),
                 lambda: site_defaults(JOB_SCRIPT_SCHEDULERS["slurm"], project_files({})),
                 lambda: resolve_settings({}, {}),
-                lambda: file_words("run"),
+                lambda: file_words("run", run_options()),
             ):
                 with contextlib.suppress(LockstepError, ValueError, OSError):
                     reader()

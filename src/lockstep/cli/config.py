@@ -47,8 +47,10 @@ class FileOption(NamedTuple):
     place: str
 
 
-def file_words(command: str) -> list[str]:
-    """The words that the files put before those of the command line of ``command``, which may say otherwise.
+def file_words(command: str, options: Parser) -> list[str]:
+    """The words that the files put before those of the command line of ``command``, which has these ``options``.
+
+    The command line may say otherwise.
 
     What is true in a file cannot be taken back. The ranks of this launcher have the settings that the files give now.
 
@@ -61,17 +63,16 @@ def file_words(command: str) -> list[str]:
             return []
     elif command not in _OPTIONS_OF:
         return []
-    return [word for option in file_options(project_files(os.environ), command) for word in option.words]
+    return [word for option in file_options(project_files(os.environ), command, options) for word in option.words]
 
 
-def file_options(files: Sequence[ProjectFile], command: str) -> list[FileOption]:
-    """The options of ``command`` that ``files`` give.
+def file_options(files: Sequence[ProjectFile], command: str, options: Parser) -> list[FileOption]:
+    """Those ``options`` of ``command`` that ``files`` give.
 
     Raises:
         SettingError: for unknown tables and options and for values that cannot be used, all of them at once.
     """
-    table, options_of = _OPTIONS_OF[command]
-    options = options_of()
+    table = _OPTIONS_OF[command][0]
     known = {name: action for action in actions_of(options) for name in action.option_strings if name.startswith("--")}
     found: dict[str, FileOption] = {}
     wrong = unknown_tables(files)
@@ -131,7 +132,10 @@ def _show(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     files = project_files(os.environ)
     wrong: list[str] = []
     resolved = _or_note(wrong, lambda: resolve_settings({}, os.environ))
-    options = {command: _or_note(wrong, partial(file_options, files, command)) or [] for command in _OPTIONS_OF}
+    options = {
+        command: _or_note(wrong, partial(file_options, files, command, options_of())) or []
+        for command, (_, options_of) in _OPTIONS_OF.items()
+    }
     if resolved is None or wrong:
         raise SettingError("\n  ".join(dict.fromkeys(line for text in wrong for line in text.split("\n  "))))
     if parsed.json:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = command.options()
         fix_project(os.environ)
         if not {"-h", "--help"} & {*rest[:1]}:
-            rest = [*file_words(name), *rest]
+            rest = [*file_words(name, options), *rest]
         parsed, unknown = options.parse_known_args(rest)
         if unknown:
             raise SettingError(_advice(unknown[0], command))
@@ -285,7 +285,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     values: dict[str, Any] = {field: getattr(parsed, field) for field in asked}
     request = JobRequest(**values, time_s=None if parsed.time is None else job_script.seconds(parsed.time))
     files = project_files(os.environ)
-    file_options(files, "run")  # which the job will read
+    file_options(files, "run", run_options())  # which the job will read
     site = job_script.site_defaults(scheduler, files)
     request = job_script.checked(request.with_defaults(site))
     run = _given(run_options(), parsed)

@@ -94,7 +94,7 @@ def content(runs: Sequence[RunRecord], attached: Sequence[Attachment]) -> dict[s
     charts: dict[str, list[Chart]] = {}
     if runs:
         charts["curves"] = metric_charts(runs)
-        sections["curves"] = _curves(runs)
+        sections["curves"] = _curves(runs, len(charts["curves"]))
     for number, run in enumerate(runs):
         charts[f"run-{number}"] = run_charts(run)
         sections[f"run-{number}"] = f"<h2>{text(run.name)}</h2>{_run(run)}"
@@ -153,9 +153,8 @@ def _overview(runs: Sequence[RunRecord]) -> str:
     return f"<h2>Overview</h2>{table(lines)}{table(measured, 'What was logged') if measured else ''}"
 
 
-def _curves(runs: Sequence[RunRecord]) -> str:
+def _curves(runs: Sequence[RunRecord], drawn: int) -> str:
     count = len(metric_names(runs))
-    drawn = len(metric_charts(runs))
     note = "" if drawn > count else f"<p>{plural(drawn, 'chart')}, of {plural(count, 'metric')}.</p>"
     return f"<h2>Curves</h2>{note}{_CHARTS}"
 
