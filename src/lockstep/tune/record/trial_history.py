@@ -49,6 +49,7 @@ class TrialHistory:
         self._moves: dict[tuple[int, int], MovePlanned] = {}
         self.has_violations = False  #: some trial violates the constraints, so the search has some
         self.ended = 0  #: number of trials that have ended
+        self._running: set[int] = set()  # the numbers of those that have begun and not ended
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
     def add(self, entry: Entry) -> bool:
@@ -67,12 +68,14 @@ class TrialHistory:
         match record:
             case TrialBegan():
                 attempt.began = record
+                self._running |= set() if story.ended else {record.number}
             case LossReported(step=step, loss=loss, at_s=at_s):
                 attempt.reports[step] = Reported(step, loss, at_s)
             case AttemptCut():
                 attempt.cut = record
             case TrialEnded():
                 self.ended += not story.ended
+                self._running.discard(record.number)
                 story.ended[record.attempt] = record
                 if record.violation and not self.has_violations:
                     self.has_violations = True
@@ -89,6 +92,10 @@ class TrialHistory:
         """All trials whose beginning has been read, in the order of their numbers."""
         found = map(self.trial, sorted(self._stories))
         return tuple(trial for trial in found if trial is not None)
+
+    def running(self) -> tuple[Trial, ...]:
+        """The trials that have begun and not ended, in the order of their numbers."""
+        return tuple(trial for trial in map(self.trial, sorted(self._running)) if trial is not None)
 
     def moves(self) -> tuple[Move, ...]:
         """All moves between islands, by time."""

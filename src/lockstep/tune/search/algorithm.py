@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,4 +37,19 @@ class Algorithm(Protocol):
 
     def propose(self, random: np.random.Generator) -> Proposal:
         """The next point to evaluate, from what is known; nothing known is not an error."""
+        ...
+
+
+@runtime_checkable
+class InformedAlgorithm(Algorithm, Protocol):
+    """An algorithm that wants to know more than losses."""
+
+    def inform(self, running: Sequence[Point], failed: Sequence[Point], trained_s: float) -> None:
+        """Is called before each `propose`.
+
+        Args:
+            running: what the island's other workers evaluate now.
+            failed: what gave no loss on the island, in the order of learning.
+            trained_s: how long all trials of the island that are known have taken, in seconds.
+        """
         ...

@@ -12,7 +12,8 @@ import numpy as np
 from lockstep.errors import SettingError
 from lockstep.option_words import split_options
 from lockstep.settings import read_options
-from lockstep.tune.search.algorithm import Algorithm, Proposal
+from lockstep.tune.search.algorithm import Algorithm, InformedAlgorithm, Proposal
+from lockstep.tune.search.bayesian import BayesianEvolution
 from lockstep.tune.search.cma_es import FIRST_STEP, CmaEs
 from lockstep.tune.search.evolution import Evolution
 from lockstep.tune.search.evolving import Evolving, genetic_operator, propulate_operator
@@ -34,6 +35,18 @@ class AlgorithmFactory(Protocol):
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
         """For ``worker`` of the ``workers`` on its island, and losses of ``objectives`` numbers."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Auto:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Nsga2(space) if objectives > 1 else BayesianEvolution(space, workers)
+
+
+@dataclass(frozen=True, slots=True)
+class _GaussianProcess:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return BayesianEvolution(space, workers, evolves=False, limited=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +139,8 @@ def _optuna(word: str) -> type[AlgorithmFactory]:
 
 
 _FACTORIES: Final[dict[str, type[AlgorithmFactory]]] = {
+    "auto": _Auto,
+    "gp": _GaussianProcess,
     "evolution": _Evolution,
     "propulate": _Propulate,
     "genetic": _Genetic,
@@ -142,12 +157,12 @@ ALGORITHM_WORDS: Final = {
     for name, kind in _FACTORIES.items()
 }
 #: Those that minimise several losses at a time.
-MULTI_OBJECTIVE: Final = ("evolution", "nsga2", "random", *MULTI_OBJECTIVE_SAMPLERS)
+MULTI_OBJECTIVE: Final = ("auto", "evolution", "nsga2", "random", *MULTI_OBJECTIVE_SAMPLERS)
 
 
 def make_algorithm(
     spec: str | AlgorithmFactory, space: Space, *, objectives: int = 1, worker: int = 0, workers: int = 1
-) -> Algorithm:
+) -> Distinct:
     """The algorithm that ``spec`` names, for ``worker`` of the ``workers`` on its island.
 
     Its proposals are new ones as far as there are any (`Distinct`). A new one knows nothing; it draws from the
@@ -204,6 +219,12 @@ class Distinct:
     def forget(self, numbers: Sequence[int]) -> None:
         """As the algorithm does; that they were evaluated is still known."""
         self._algorithm.forget(numbers)
+
+    def inform(self, running: Sequence[Point], failed: Sequence[Point], trained_s: float) -> None:
+        """Tells the algorithm, if it wants to know; what others evaluate or what has failed is known from now on."""
+        self._known.update(running, failed)
+        if isinstance(self._algorithm, InformedAlgorithm):
+            self._algorithm.inform(running, failed, trained_s)
 
     def propose(self, random: np.random.Generator) -> Proposal:
         """What the algorithm proposes, varied where that is known."""

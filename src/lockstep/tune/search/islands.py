@@ -49,7 +49,7 @@ class Islands:
     pollination: bool = True
     emigrants: str = "best"
     immigrants: str = "worst"
-    algorithms: tuple[str, ...] = ("evolution",)
+    algorithms: tuple[str, ...] = ("auto",)
 
     def __post_init__(self) -> None:
         if self.sizes is not None:

@@ -78,6 +78,10 @@ class Population:
                 place = bisect.bisect_left(self._keys, key)
                 del self._keys[place], self._ordered[place]
 
+    def place(self, individual: Individual) -> int:
+        """How many of those with a finite loss are better than ``individual``, which need not be there."""
+        return bisect.bisect_left(self._keys, (rank_of(individual), individual.number))
+
     @property
     def ranked(self) -> Ranked:
         """From the best to the worst, without a copy: it changes with the population."""

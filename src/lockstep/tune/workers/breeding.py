@@ -13,6 +13,7 @@ from lockstep.tune.search import (
     Individual,
     Islands,
     Move,
+    Point,
     Proposal,
     Residents,
     Space,
@@ -25,8 +26,8 @@ from lockstep.tune.search import (
 class Breeding:
     """The algorithm of one worker, and the population of its island.
 
-    A proposal is a function of the seed, the worker and the calls of `learn` so far, in their order. So a search with
-    one worker can be repeated exactly, also when it is resumed.
+    A proposal is a function of the seed, the worker, the calls of `learn` so far, in their order, and of what other
+    workers evaluate then. So a search with one worker can be repeated exactly, also when it is resumed.
 
     Args:
         space: what is searched.
@@ -55,10 +56,15 @@ class Breeding:
         here = max(1, len(islands.workers_of(self.island, workers)))
         self._algorithm = make_algorithm(spec, space, objectives=objectives, worker=worker, workers=here)
         self._residents = Residents()
+        self._failed: list[Point] = []  # on this island
+        self._trained_s = 0.0  # of all trials of this island, in seconds
 
     def learn(self, trials: Sequence[Trial], moves: Sequence[Move]) -> None:
         """These trials have ended, and these moves were planned, since the last call."""
         for trial in trials:
+            if trial.island == self.island:
+                self._trained_s += trial.run_s
+                self._failed += [trial.point] if trial.state == "failed" else []
             if trial.losses:
                 self._residents.add_individual(individual_of(trial))
         for move in moves:
@@ -69,8 +75,10 @@ class Breeding:
         if came:
             self._algorithm.observe(came)
 
-    def propose(self, number: int) -> Proposal:
-        """The point of the trial ``number``."""
+    def propose(self, number: int, running: Sequence[Trial]) -> Proposal:
+        """The point of the trial ``number``, while ``running`` are evaluated by others."""
+        points = [trial.point for trial in running if trial.island == self.island]
+        self._algorithm.inform(points, self._failed, self._trained_s)
         return self._algorithm.propose(self._random(number, 0))
 
     def plan_moves(self, number: int) -> tuple[Move, ...]:

@@ -223,7 +223,7 @@ class SearchWorker:
         self._learn()
         # Of a beginning with other parameters, which no journal knows any more: its checkpoints are not this trial's.
         shutil.rmtree(self._directory.trial(number), ignore_errors=True)
-        proposal = self._breeding.propose(number)
+        proposal = self._breeding.propose(number, self._history.running())
         inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
         order = TrialOrder(number, 1, proposal.point, inherits)
         self._began_s = self._now()

@@ -369,7 +369,7 @@ def test_a_constraint_is_obeyed_before_the_loss():
     ("words", "told"),
     [
         ("evolutoin", "did you mean evolution"),
-        ("", "algorithm='': give one of evolution, "),
+        ("", "algorithm='': give one of auto, "),
         ("cma-es:populatoin=3", "did you mean population"),
         ("genetic:population=many", "give"),
         ("genetic:population=2,population=3", "each option once"),
