@@ -73,7 +73,9 @@ def tune_options() -> Parser:
     search.add_argument("--trials", type=int, metavar="N", help="in total; those from before a resume count")
     search.add_argument("--seed", type=int, metavar="N", help="of the search and of each training")
     search.add_argument("--islands", type=int, metavar="N", help="number of populations, with migration between them")
-    search.add_argument("--algorithm", metavar="WORDS", help="the search algorithm, such as evolution or cma-es")
+    search.add_argument(
+        "--algorithm", metavar="WORDS", help="the search algorithm, such as gp or cma-es (default: auto)"
+    )
     search.add_argument(
         "--stopping", metavar="WORDS", help="rule that stops trials early, such as asha:eta=3 or patience:5"
     )

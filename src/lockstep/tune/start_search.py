@@ -75,8 +75,8 @@ def tune(
         space: maps the name of each parameter to a `Float`, `Int`, `Choice` or `Bool`, or to a tuple as in Propulate.
         trials: number of trials in total; those from before a resume count.
         seed: of the search, and of the training of each trial.
-        algorithm: the search algorithm, such as ``evolution`` or ``cma-es``, or a factory of your own; None: what
-            ``islands`` says, which is ``evolution`` by default.
+        algorithm: the search algorithm, such as ``gp`` or ``cma-es``, or a factory of your own; None: what ``islands``
+            says, which is ``auto`` by default.
         islands: number of islands, or an `Islands` with further options.
         stopping: the rule that stops trials early, such as ``asha:eta=3`` or ``patience:5``, or a rule of your own;
             None: no trial is stopped early.

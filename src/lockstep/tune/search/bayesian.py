@@ -13,7 +13,7 @@ what the trials of each have earned so far (probability matching, as between the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Final
 
@@ -53,10 +53,11 @@ class BayesianEvolution:
     """Bayesian optimisation beside evolution; see the module.
 
     The first points are uniform. What is proposed is a function of what was observed, in its order, of what `inform`
-    was told last, and of the generator. What violates constraints, was stopped early or has failed is learnt by its
-    rank only: behind all others.
+    was told last, and of the generator. Where trials fail or violate constraints, a second model says how probable that
+    is (Schonlau, Welch and Jones 1998). Where some were stopped early, losses are learnt by their ranks, for the loss
+    after few reports compares with none after more.
 
-    Cost: about 20 ms of one CPU for a proposal by a model with 100 individuals and 8 genes, 50 ms from 200 on.
+    Cost: about 15 ms of one CPU for a proposal by a model with 100 individuals and 8 genes, 30 ms from 200 on.
 
     Args:
         space: what is searched.
@@ -129,17 +130,23 @@ class BayesianEvolution:
         By a formula of their cost and not by a clock, so that a search that is repeated proposes the same.
         """
         count = len(self._known)
-        spent_s = sum((0.01 * count, 1e-4 * min(count, _MOST) ** 2, 4e-2 * max(count - _MOST, 0)))
+        spent_s = 8e-3 * count + 5e-5 * min(count, _MOST) ** 2 + 2e-2 * max(count - _MOST, 0)
         return spent_s <= FREE_S * self._workers + PART * self._trained_s
 
     def _most_promising(self, name: str, random: np.random.Generator) -> Point:
-        points, losses = _learnt(name, _chosen(self._known), self._failed)
-        model = GaussianProcess(self._kernel(name), points, losses)
-        if self._running:
-            model = model.supposing(np.array(self._running))
+        known = _chosen(self._known)
+        points, losses = np.array([individual.point for individual in known]), _changed(name, known)
+        model = self._with_running(GaussianProcess(self._kernel(name), points, losses))
+        allowed = np.array([not individual.violation for individual in known])
+        best = float(losses[allowed].min()) if allowed.any() else float(losses.max())
+        is_safe = self._constraint(known) if self._failed or not allowed.all() else None
 
         def improvement(candidates: Array) -> Array:
-            return log_expected_improvement(*model.predict(candidates), float(losses.min()))
+            values = log_expected_improvement(*model.predict(candidates), best)
+            if is_safe is None:
+                return values
+            chance = is_safe(candidates)
+            return values + chance if allowed.any() else chance
 
         ranked = self._population.ranked
         top = np.array([individual.point for individual in ranked[:_TOP]])
@@ -160,7 +167,31 @@ class BayesianEvolution:
             candidates = np.concatenate([candidates[kept], refined])
             values = np.concatenate([values[kept], improvement(refined)])
             scale *= _SHRINKS
-        return self._space.snap(candidates[int(np.argmax(values))])
+        return tuple(candidates[int(np.argmax(values))].tolist())
+
+    def _with_running(self, process: GaussianProcess) -> GaussianProcess:
+        return process.supposing(np.array(self._running)) if self._running else process
+
+    def _constraint(self, known: Sequence[Individual]) -> Callable[[Array], Array]:
+        """The logarithm of the probability that a point (n, genes) fails in nothing."""
+        failed = self._failed[-_MOST // 2 :]
+        points = np.array([*(individual.point for individual in known), *failed])
+        violations = np.array([max(individual.violation, 0.0) for individual in known])
+        most = violations[np.isfinite(violations)].max(initial=0.0) or 1.0
+        # Above 0 is what fails: by its violation, so that less of that is nearer to none.
+        faults = np.append(
+            np.where(violations > 0, 0.5 + 0.5 * np.minimum(violations / most, 1.0), -1.0), np.ones(len(failed))
+        )
+        mean, width = faults.mean(), faults.std() or 1.0
+        scaled = (faults - mean) / width
+        process = GaussianProcess(Kernel.fitted(points, scaled, self._space.is_choice), points, scaled)
+
+        def log_chance(candidates: Array) -> Array:
+            expected, deviation = process.predict(candidates)
+            z = (expected + mean / width) / deviation
+            return np.log([max(0.5 * math.erfc(each / math.sqrt(2)), 1e-300) for each in z])
+
+        return log_chance
 
     def _kernel(self, name: str) -> Kernel:
         """The kernel fitted to the first individuals, at a number of them that grows by a twentieth from fit to fit."""
@@ -169,8 +200,9 @@ class BayesianEvolution:
             count = more
         count = min(count, len(self._known))
         if self._kernels.get(name, (0,))[0] != count:
-            points, losses = _learnt(name, _chosen(self._known[:count]), ())
-            self._kernels[name] = count, Kernel.fitted(points, losses, self._space.is_choice)
+            known = _chosen(self._known[:count])
+            points = np.array([individual.point for individual in known])
+            self._kernels[name] = count, Kernel.fitted(points, _changed(name, known), self._space.is_choice)
         return self._kernels[name][1]
 
     def _near(self, points: Array, scale: float, random: np.random.Generator) -> Array:
@@ -186,8 +218,7 @@ class BayesianEvolution:
 
     def _legal(self, genes: Array) -> Array:
         """Points of the space at ``genes`` (n, genes), which may lie beyond its limits."""
-        inside = np.where(self._space.is_choice, genes, reflected(genes))
-        return np.array([self._space.snap(each) for each in inside])
+        return self._space.snap_all(np.where(self._space.is_choice, genes, reflected(genes)))
 
 
 def _chosen(known: Sequence[Individual]) -> Sequence[Individual]:
@@ -200,15 +231,18 @@ def _chosen(known: Sequence[Individual]) -> Sequence[Individual]:
     return [*best, *newest[: _MOST // 2]]
 
 
-def _learnt(name: str, known: Sequence[Individual], failed: Sequence[Point]) -> tuple[Array, Array]:
-    """What a model learns: points (n, genes), and losses (n,) of mean 0 and variance 1."""
-    points = np.array([*(individual.point for individual in known), *failed])
-    losses = np.clip([individual.losses[0] for individual in known], -1e100, 1e100)
-    if failed or any(individual.violation or individual.budget is not None for individual in known):
-        changed = _scores([*map(rank_of, known), *[(True, 0.0, 0.0, math.inf)] * len(failed)])
+def _changed(name: str, known: Sequence[Individual]) -> Array:
+    """The losses that the model ``name`` learns, (n,), of mean 0 and variance 1."""
+    if any(individual.budget is not None for individual in known):
+        changed = _scores([(-_budget(individual), individual.losses[0]) for individual in known])
     else:
+        losses = np.clip([individual.losses[0] for individual in known], -1e100, 1e100)
         changed = _scaled(losses) if name == MODELS[0] else _logarithms(losses)
-    return points, (changed - changed.mean()) / (changed.std() or 1.0)
+    return np.asarray((changed - changed.mean()) / (changed.std() or 1.0))
+
+
+def _budget(individual: Individual) -> float:
+    return math.inf if individual.budget is None else individual.budget
 
 
 def _scaled(losses: Array) -> Array:
@@ -223,7 +257,7 @@ def _logarithms(losses: Array) -> Array:
     return np.asarray(np.log(apart / (np.median(apart) or apart.mean() or 1.0) + 0.02))
 
 
-def _scores(ranks: Sequence[tuple[bool, float, float, float]]) -> Array:
+def _scores(ranks: Sequence[tuple[float, float]]) -> Array:
     """The numbers that a normal distribution would have at these ranks; equal ranks have the same."""
     _, inverse, counts = np.unique(np.array(ranks), axis=0, return_inverse=True, return_counts=True)
     places = (np.cumsum(counts) - counts / 2) / len(ranks)

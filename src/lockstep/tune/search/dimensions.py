@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lockstep.errors import SettingError
 
 _MOST_VALUES: Final = 2**52  #: so many values a gene, which is a double between 0 and 1, tells apart
@@ -278,6 +281,17 @@ def snapped(dimension: Dimension, gene: float) -> float:
     if isinstance(dimension, Int) and dimension.log:
         return dimension.gene(dimension.value(gene))
     return gene if not dimension.cells else _middle(_cell(gene, dimension.cells), dimension.cells)
+
+
+def snapped_all(dimension: Dimension, genes: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`snapped` of each of ``genes``."""
+    if isinstance(dimension, Int) and dimension.log:
+        return np.array([snapped(dimension, gene) for gene in genes.tolist()])
+    if isinstance(dimension, Choice):
+        return np.clip(np.trunc(genes), 0, dimension.cells - 1)
+    if not dimension.cells:
+        return np.clip(genes, 0.0, 1.0)
+    return (np.clip(np.trunc(genes * dimension.cells), 0, dimension.cells - 1) + 0.5) / dimension.cells
 
 
 def _cell(gene: float, cells: int) -> int:

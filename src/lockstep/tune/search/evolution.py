@@ -1,4 +1,4 @@
-"""The default algorithm: several ways to breed, of which those that succeed are used more.
+"""Evolution by several ways to breed, of which those that succeed are used more.
 
 A genetic algorithm in the steady state, as Propulate's, of which each move is one of: a crossover with Propulate's
 mutations, one gene resampled, one gene moved by a large, a middle or a small step, and a move along differences
@@ -130,7 +130,7 @@ MOVES: Final[Mapping[str, tuple[Breed, int]]] = {
 
 
 class Evolution:
-    """The default algorithm; see the module.
+    """Evolution by several moves; see the module.
 
     A move's reward is by how much its offspring is better than its first parent, in units of the span of the elite's
     losses: nothing if it is not better, at most 1. So a tiny step that succeeds every other time earns little while

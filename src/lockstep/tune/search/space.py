@@ -12,7 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import SettingError
-from lockstep.tune.search.dimensions import Choice, Dimension, Float, Int, decoded, dimension_of, encoded, snapped
+from lockstep.tune.search.dimensions import (
+    Choice,
+    Dimension,
+    Float,
+    Int,
+    decoded,
+    dimension_of,
+    encoded,
+    snapped,
+    snapped_all,
+)
 from lockstep.tune.search.individual import Point
 
 
@@ -126,6 +136,17 @@ class Space:
             active.append(_exists(gene, point, active))
             point.append(snapped(gene.dimension, place) if active[-1] else _absent(gene.dimension))
         return tuple(point)
+
+    def snap_all(self, genes: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`snap` of each row of ``genes``, of shape (n, genes), in a fraction of the time."""
+        points, active = np.empty_like(genes), np.ones(genes.shape, dtype=bool)
+        for index, gene in enumerate(self.genes):
+            if gene.opened_by is not None:
+                choice, value = gene.opened_by
+                active[:, index] = active[:, choice] & (points[:, choice] == value)
+            snapped = snapped_all(gene.dimension, genes[:, index])
+            points[:, index] = np.where(active[:, index], snapped, _absent(gene.dimension))
+        return points
 
     def sample(self, random: np.random.Generator) -> Point:
         """A point drawn uniformly: each value of a dimension as likely as every other."""

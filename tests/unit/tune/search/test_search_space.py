@@ -89,6 +89,7 @@ def test_wherever_genes_lie_the_snapped_point_is_in_the_space_and_stays(space, d
     genes = data.draw(st.lists(st.floats(-2, 9), min_size=len(space), max_size=len(space)))
     point = space.snap(tuple(genes))
     assert space.snap(point) == point
+    assert space.snap_all(np.array([genes, genes])).tolist() == [list(point)] * 2
     for gene, place in zip(space.genes, point, strict=True):
         value = gene.dimension.value(place)
         if not isinstance(gene.dimension, Choice):
