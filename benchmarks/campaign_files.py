@@ -226,12 +226,15 @@ def _a_part(checkpoint: Path) -> Path:
 
 
 def flipped(find: Callable[[Path], Path], at: int) -> Callable[[Path], None]:
-    """One bit of a file is another one, so many bytes from its beginning, or from its end if negative."""
+    """One bit of a file is another one, so many bytes from its beginning, or from its end if negative.
+
+    A file that is shorter than that is counted round: any of its bits will do.
+    """
 
     def damage(checkpoint: Path) -> None:
         path = find(checkpoint)
         content = bytearray(path.read_bytes())
-        content[at] ^= 4
+        content[at % len(content)] ^= 4
         path.write_bytes(content)
 
     return damage

@@ -52,7 +52,8 @@ def _bring_back(training: Training, name: str) -> None:
 
 
 def _victim(training: Training) -> Host:
-    """The last host that takes part, which is not `n1`."""
+    """The last host that takes part, which is not `n1`; one that an earlier fault has taken away is brought back."""
+    others_there(training)
     return training.machines[max(name for name in training.alive if name != "n1")]
 
 

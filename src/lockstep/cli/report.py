@@ -42,14 +42,15 @@ def _report_options() -> Parser:
 
 def _report(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, for the other commands do without it.
-    from lockstep.html_report import attached_files, list_page, read_run, report_page, serve
+    from lockstep.html_report import REPORT, attached_files, list_page, read_run, report_page, serve
+    from lockstep.tune import is_search
 
     runs, others = [Path(run) for run in parsed.runs], [Path(file) for file in parsed.add]
     if (parsed.list is None) != bool(runs):
         raise SettingError("say which run: lockstep report runs/NAME; or for all of them: lockstep report --list runs")
     if parsed.list is not None:
         return _write(Path(parsed.output or Path(parsed.list, "runs.html")), list_page(Path(parsed.list)))
-    searches = [run for run in runs if (run / "search.json").exists()]
+    searches = [run for run in runs if is_search(run)]
     trained = [run for run in runs if run not in searches]
     if parsed.watch:
         if searches:
@@ -58,7 +59,7 @@ def _report(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             serve(trained, others, parsed.port, lambda address: print(address, flush=True))
         return EXIT_OK
     attached = [*map(_searched, searches), *attached_files(runs, others)]
-    return _write(Path(parsed.output or runs[0] / "report.html"), report_page([*map(read_run, trained)], attached))
+    return _write(Path(parsed.output or runs[0] / REPORT), report_page([*map(read_run, trained)], attached))
 
 
 def _searched(run_dir: Path) -> Attachment:

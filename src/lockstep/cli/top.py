@@ -48,7 +48,9 @@ def _top(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         return EXIT_OK
     if len(run_dirs) > 1 or parsed.token_file is not None:
         raise SettingError("one run is shown at a time; --prometheus WHERE takes several, and a token")
-    if (run_dirs[0] / "search.json").exists():
+    from lockstep.tune import is_search
+
+    if is_search(run_dirs[0]):
         from lockstep.tune import watch_directory
 
         with contextlib.suppress(KeyboardInterrupt):

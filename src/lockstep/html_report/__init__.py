@@ -12,7 +12,7 @@ The door. The modules read what runs have written and change nothing.
 """
 
 from lockstep.html_report.live_page import serve
-from lockstep.html_report.page import Attachment, attached_files, list_page, report_page
+from lockstep.html_report.page import REPORT, Attachment, attached_files, list_page, report_page
 from lockstep.html_report.run_record import RunRecord, read_run
 
-__all__ = ["Attachment", "RunRecord", "attached_files", "list_page", "read_run", "report_page", "serve"]
+__all__ = ["REPORT", "Attachment", "RunRecord", "attached_files", "list_page", "read_run", "report_page", "serve"]

@@ -34,6 +34,7 @@ __all__ = [
     "export_optuna",
     "has_optuna",
     "import_optuna",
+    "is_search",
     "join_directory",
     "load",
     "open_directory",
@@ -46,7 +47,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep.tune.pictures import draw_pictures, has_optuna
-    from lockstep.tune.record.search_directory import join_directory, open_directory
+    from lockstep.tune.record.search_directory import is_search, join_directory, open_directory
     from lockstep.tune.record.trial import Trial
     from lockstep.tune.results.optuna_study import export_optuna, import_optuna
     from lockstep.tune.results.result import SearchResult, load
@@ -71,6 +72,7 @@ else:
         "export_optuna": "results.optuna_study",
         "has_optuna": "pictures",
         "import_optuna": "results.optuna_study",
+        "is_search": "record.search_directory",
         "join_directory": "record.search_directory",
         "load": "results.result",
         "open_directory": "record.search_directory",

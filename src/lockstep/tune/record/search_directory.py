@@ -194,7 +194,7 @@ def open_directory(
     if not path.exists() or not any(path.iterdir()):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         return directory
-    if not (path / SEARCH_FILE).exists() and not (path / "journal").exists():
+    if not is_search(path) and not (path / "journal").exists():
         raise SettingError(f"--run-dir {os.fspath(run_dir)} is not empty and holds no search (no {SEARCH_FILE})")
     until_s = time.monotonic() + _ENDING_S
     # The processes of a search that was just killed may take a moment to end.
@@ -210,7 +210,7 @@ def open_directory(
         path.mkdir(mode=0o700)
         return directory
     if not resume:
-        record = read_search(path) if (path / SEARCH_FILE).exists() else None
+        record = read_search(path) if is_search(path) else None
         ended = sum(trial.state != "running" for trial in record.trials) if record is not None else 0
         raise SettingError(
             f"--run-dir {os.fspath(run_dir)} holds a search of which {ended} trials have ended: go on with --resume, "
@@ -218,6 +218,11 @@ def open_directory(
         )
     directory.unfinish()
     return directory
+
+
+def is_search(run_dir: Path) -> bool:
+    """Whether the directory of a run is that of a search."""
+    return (run_dir / SEARCH_FILE).exists()
 
 
 def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:

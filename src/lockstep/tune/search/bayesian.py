@@ -248,7 +248,7 @@ def _budget(individual: Individual) -> float:
 def _scaled(losses: Array) -> Array:
     """In units of their middle half, and at most 3 of these above the median: the worst say little of the best."""
     low, middle, high = np.quantile(losses, (0.25, 0.5, 0.75))
-    return np.minimum((losses - middle) / (high - low or losses.std() or 1.0), 3.0)
+    return np.asarray(np.minimum((losses - middle) / (high - low or losses.std() or 1.0), 3.0))
 
 
 def _logarithms(losses: Array) -> Array:
