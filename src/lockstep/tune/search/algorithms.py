@@ -40,13 +40,13 @@ class AlgorithmFactory(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Auto:
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        return Nsga2(space) if objectives > 1 else BayesianEvolution(space, workers)
+        return Nsga2(space) if objectives > 1 else BayesianEvolution(space, worker, workers)
 
 
 @dataclass(frozen=True, slots=True)
 class _GaussianProcess:
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-        return BayesianEvolution(space, workers, evolves=False, limited=False)
+        return BayesianEvolution(space, worker, workers, evolves=False, limited=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,8 @@ PART: Final = 0.2
 class BayesianEvolution:
     """Bayesian optimisation beside evolution; see the module.
 
-    The first points are uniform. What is proposed is a function of what was observed, in its order, of what `inform`
+    The first point is the middle of the space, for ranges are chosen around what is known to work; then some are
+    uniform. What is proposed is a function of what was observed, in its order, of what `inform`
     was told last, and of the generator. Where trials fail or violate constraints, a second model says how probable that
     is (Schonlau, Welch and Jones 1998). Where some were stopped early, losses are learnt by their ranks, for the loss
     after few reports compares with none after more.
@@ -61,13 +62,16 @@ class BayesianEvolution:
 
     Args:
         space: what is searched.
+        worker: number of the worker that it proposes for; the first one begins in the middle.
         workers: how many work on the island.
         evolves: whether evolution is one of the three; else only the models propose.
         limited: whether models leave the proposals to evolution where trials are too short for them (`FREE_S`).
     """
 
-    def __init__(self, space: Space, workers: int = 1, *, evolves: bool = True, limited: bool = True) -> None:
-        self._space, self._workers, self._limited = space, workers, limited
+    def __init__(
+        self, space: Space, worker: int = 0, workers: int = 1, *, evolves: bool = True, limited: bool = True
+    ) -> None:
+        self._space, self._worker, self._workers, self._limited = space, worker, workers, limited
         self._start = min(max(len(space) + 2, 8), 16)
         self._evolution = Evolution(space, 0, workers)
         self._known: list[Individual] = []  # with a finite loss, in the order of learning
@@ -101,7 +105,9 @@ class BayesianEvolution:
         self._running, self._failed, self._trained_s = running, failed, trained_s
 
     def propose(self, random: np.random.Generator) -> Proposal:
-        """A uniform point at first; then what one of the models or evolution proposes."""
+        """The middle, and uniform points, at first; then what one of the models or evolution proposes."""
+        if not (self._worker or self._known or self._running):
+            return Proposal(self._middle(random), (), "middle")
         if len(self._known) < min(4, self._start) or len(self._known) + len(self._running) < self._start:
             return Proposal(self._space.sample(random), (), "uniform")
         name = self._drawn(random)
@@ -111,6 +117,11 @@ class BayesianEvolution:
             except np.linalg.LinAlgError:  # points too close together for any model
                 pass
         return self._evolution.propose(random)
+
+    def _middle(self, random: np.random.Generator) -> Point:
+        """The point in the middle of all ranges, with any values of its choices."""
+        drawn = random.random(len(self._space)) * self._space.widths
+        return self._space.snap(np.where(self._space.is_choice, drawn, 0.5))
 
     def _reward(self, individual: Individual) -> float:
         """1 for the best so far; for others of the better quarter up to 0.3, by their rank."""

@@ -152,7 +152,7 @@ def test_a_constraint_is_learnt_where_what_violates_it_has_better_losses():
 
 @pytest.mark.parametrize("trained_s", [0.0, 1e9])
 def test_short_trials_are_left_to_evolution_when_models_have_had_their_time(trained_s):
-    algorithm, random = BayesianEvolution(SPACE, 1), np.random.default_rng(1)
+    algorithm, random = BayesianEvolution(SPACE), np.random.default_rng(1)
     many = int(FREE_S / 0.01)
     algorithm.observe([Individual(n, SPACE.sample(random), (float(n),), operator="uniform") for n in range(many)])
     algorithm.inform([], [], trained_s)
@@ -161,7 +161,7 @@ def test_short_trials_are_left_to_evolution_when_models_have_had_their_time(trai
 
 
 def test_who_finds_better_points_proposes_more():
-    algorithm, random = BayesianEvolution(SPACE, 1), np.random.default_rng(1)
+    algorithm, random = BayesianEvolution(SPACE), np.random.default_rng(1)
     for number in range(80):
         operator = "uniform" if number < 20 else ("crossover" if number % 2 else MODELS[0])
         loss = 100.0 - number if operator == "crossover" else 200.0 + number
