@@ -8,7 +8,9 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Literal
 
 import lockstep.scale as scale
 from lockstep.cli.site_file import site_prices, site_table
@@ -27,9 +29,13 @@ def predict_rows(parsed: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise SettingError(f"--table {parsed.table}: {error}") from None
     catalogue = scale.open_catalogue(site_table("predict"))
-    found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor)
-    if parsed.json:
-        print(json.dumps([one.as_dict() for one in found], indent=1))
+    left_out: Literal["subject", "source"] = "source" if parsed.by_source else "subject"
+    found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor, left_out)
+    as_rows = [one.as_dict() for one in found]
+    if parsed.json and parsed.by_source:
+        print(json.dumps({"rows": as_rows, "groups": [asdict(one) for one in scale.summarize(found)]}, indent=1))
+    elif parsed.json:
+        print(json.dumps(as_rows, indent=1))
     else:
         print("\n".join([*scale.rows_table(found), "", *scale.rows_summary(found)]))
     for note in [*unread, *notes]:

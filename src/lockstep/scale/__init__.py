@@ -34,6 +34,7 @@ from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
 from lockstep.scale.systems import System, parse_system
 from lockstep.scale.table_prediction import predict_table
+from lockstep.scale.table_summary import summarize
 from lockstep.scale.trace_run import trace
 
 __all__ = [
@@ -85,6 +86,7 @@ __all__ = [
     "shipped_loss",
     "side_by_side",
     "simulate",
+    "summarize",
     "table",
     "trace",
     "what_if",
