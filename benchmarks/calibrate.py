@@ -190,7 +190,8 @@ def fitted(rows: Sequence[PublishedRow], rounds: int) -> ScalingLoss:
 
 def beyond_anchored(model: ScalingLoss, rows: Sequence[PublishedRow]) -> float:
     """By how much nine of ten rows at most lie outside of their intervals where a row with several GPUs is known."""
-    found = [one for anchor in ANCHORS for one in predict_table(rows, model, open_catalogue(), anchor)[0] if counts(one)]
+    every = (one for anchor in ANCHORS for one in predict_table(rows, model, open_catalogue(), anchor)[0])
+    found = [one for one in every if counts(one)]
     outside = [
         max(0.0, math.log(one.low / one.row.throughput), math.log(one.row.throughput / one.high)) for one in found
     ]

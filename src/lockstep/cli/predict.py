@@ -31,9 +31,6 @@ def predict_options() -> Parser:
         "--table", metavar="FILE", help="predict the rows of a CSV file and compare them with its measurements"
     )
     what.add_argument("--anchor", type=int, metavar="N", help="with --table: the measurements of N GPUs are given, too")
-    what.add_argument(
-        "--by-source", action="store_true", help="with --table: predict each row from other sources than its own"
-    )
     where = parser.add_argument_group("where")
     where.add_argument("--on", metavar="SYSTEM,...", help="such as 4xV100-nvlink,8xA100,16x8xH100-ib")
     where.add_argument(
@@ -80,8 +77,6 @@ def _predict(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         )
     if parsed.anchor is not None and (parsed.table is None or parsed.anchor < 2):
         raise SettingError(f"--anchor {parsed.anchor}: it goes with --table, and is a number of GPUs from 2")
-    if parsed.by_source and parsed.table is None:
-        raise SettingError("--by-source: it goes with --table")
     if parsed.picture is not None and not parsed.picture.endswith(".svg"):
         raise SettingError(f"--picture {parsed.picture}: give a name that ends in .svg")
     # Late, for `lockstep --help` has no use for what it loads.

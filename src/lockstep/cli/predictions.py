@@ -8,9 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import lockstep.scale as scale
 from lockstep.cli.site_file import site_prices, site_table
@@ -29,15 +27,17 @@ def predict_rows(parsed: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         raise SettingError(f"--table {parsed.table}: {error}") from None
     catalogue = scale.open_catalogue(site_table("predict"))
-    left_out: Literal["subject", "source"] = "source" if parsed.by_source else "subject"
-    found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor, left_out)
-    as_rows = [one.as_dict() for one in found]
-    if parsed.json and parsed.by_source:
-        print(json.dumps({"rows": as_rows, "groups": [asdict(one) for one in scale.summarize(found)]}, indent=1))
-    elif parsed.json:
-        print(json.dumps(as_rows, indent=1))
+    found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor)
+    by_source, _ = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor, "source")
+    summary = scale.rows_summary(found)
+    if by_source != found:
+        summary += ["", "and where all of a row's source is left out:", *scale.rows_summary(by_source)]
+    if parsed.json:
+        pairs = zip(found, by_source, strict=True)
+        print(json.dumps([{**one.as_dict(), "by_source": other.interval()} for one, other in pairs], indent=1))
+        _say("\n".join(summary))
     else:
-        print("\n".join([*scale.rows_table(found), "", *scale.rows_summary(found)]))
+        print("\n".join([*scale.rows_table(found), "", *summary]))
     for note in [*unread, *notes]:
         _say(note)
     if not found:

@@ -34,7 +34,6 @@ from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
 from lockstep.scale.systems import System, parse_system
 from lockstep.scale.table_prediction import predict_table
-from lockstep.scale.table_summary import summarize
 from lockstep.scale.trace_run import trace
 
 __all__ = [
@@ -86,7 +85,6 @@ __all__ = [
     "shipped_loss",
     "side_by_side",
     "simulate",
-    "summarize",
     "table",
     "trace",
     "what_if",

@@ -37,6 +37,10 @@ class TablePrediction:
         """Whether what was measured lies in the interval."""
         return None if self.row.throughput is None else self.low <= self.row.throughput <= self.high
 
+    def interval(self) -> dict[str, float]:
+        """The prediction and its interval, as a part of a row of JSON."""
+        return {"predicted": self.predicted, "low": self.low, "high": self.high}
+
     def as_dict(self) -> dict[str, object]:
         """As a row of JSON."""
         return {
@@ -53,10 +57,8 @@ class TablePrediction:
             "scaling_kind": self.row.scaling,
             "unit": self.row.unit,
             "suspect": self.row.suspect,
-            "predicted": self.predicted,
             "measured": self.row.throughput,
-            "low": self.low,
-            "high": self.high,
+            **self.interval(),
             "notes": list(self.notes),
         }
 
@@ -133,9 +135,10 @@ def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Cat
     slower, faster = 0.0, 0.0
     if not comparison.same_batch and row.batch and base.batch and row.batch != base.batch:
         ratio = row.batch / base.batch
-        likely, least, most = (rate_at(ratio, share) for share in (c.fixed_share, c.fixed_share_least, c.fixed_share_most))
+        likely = rate_at(ratio, c.fixed_share)
+        extremes = sorted(rate_at(ratio, share) for share in (c.fixed_share_least, c.fixed_share_most))
         linear *= likely
-        slower, faster = (abs(math.log(rate / likely)) for rate in sorted((least, most)))
+        slower, faster = (abs(math.log(rate / likely)) for rate in extremes)
         notes.append(f"from a batch of {base.batch:g} on {base.ranks} GPUs")
     elif row.strong and (row.batch is None or base.batch is None):
         # It may be smaller by as much as there are more GPUs, or not at all where passes are accumulated.

@@ -1,4 +1,4 @@
-"""How good predictions for a table are, for each group of its rows: errors, and how many lie in how wide an interval."""
+"""How good predictions for a table are, for each group of its rows: errors, and what lies in how wide intervals."""
 
 from __future__ import annotations
 

@@ -1,0 +1,100 @@
+"""How long smaller micro-batches take, said from a profile of two sizes, and then measured.
+
+python benchmarks/micro_batches.py                     # some three minutes, on a quiet machine
+
+The profile is that of `lockstep bench --profile`: a micro-batch of the script's size, and one an eighth of it. Sizes
+between the two, and one below both, are said from it, from the share that published GPUs have, and in proportion.
+"""
+
+import argparse
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import lockstep
+from lockstep.launch import Script
+from lockstep.scale.measured_run import FailedRun, MeasuredRun, measure
+from lockstep.scale.other_device import with_micro_batch
+from lockstep.scale.profile_script import profile_script, step_profile
+from lockstep.scale.scaling_loss import shipped_loss
+from lockstep.scale.step_profile import StepProfile
+
+BATCH = 64
+HELD_OUT = (32, 16, 4)
+KINDS = ("mlp", "cnn", "attention")
+
+
+def network(kind: str) -> tuple[nn.Module, tuple[int, ...]]:
+    """A model that scores ten classes, and the shape of one of its samples."""
+    if kind == "cnn":
+        sizes = (3, 16, 32, 64)
+        layers = [part for a, b in pairwise(sizes) for part in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(64 * 16, 10)), (3, 32, 32)
+    if kind == "attention":
+        layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        return nn.Sequential(encoder, nn.Flatten(), nn.Linear(32 * 128, 10)), (32, 128)
+    sizes = (784, 512, 512, 512, 10)
+    layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), (784,)
+
+
+def train(kind: str) -> None:
+    """The script that is profiled."""
+    with lockstep.Run(seed=0, workers=0) as run:
+        net, shape = network(kind)
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.001))
+        data = torch.utils.data.TensorDataset(torch.randn(32 * BATCH, *shape), torch.arange(32 * BATCH) % 10)
+        batches = run.loader(data, global_batch=BATCH, micro_batch=BATCH)
+        for _ in run.epochs(100):
+            for inputs, labels in run.train(batches):
+                run.step(F.cross_entropy(model(inputs), labels))
+
+
+def pass_s(profile: StepProfile) -> float:
+    """Seconds of a micro-batch forward and backward."""
+    return profile.forward.median_s + profile.backward.median_s
+
+
+def main() -> None:
+    """Profile, say and measure each kind of model."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    given = parser.parse_args()
+    if given.train:
+        train(given.train)
+        return
+    share = shipped_loss().constants.fixed_share
+    errors: dict[str, list[float]] = {"two sizes": [], "published share": [], "in proportion": []}
+    for kind in given.kinds:
+        script = Script(str(Path(__file__).resolve()), ("--train", kind))
+        profile = profile_script(script)
+        said = {
+            "two sizes": profile,
+            "published share": replace(profile, fixed_samples=None),
+            "in proportion": replace(profile, fixed_samples=0.0),
+        }
+        for samples in HELD_OUT:
+            ways = {way: pass_s(with_micro_batch(one, samples, share)) for way, one in said.items()}
+            records = measure(MeasuredRun(script, 1, {"micro_batch": str(samples)}, 20))
+            if isinstance(records, FailedRun):
+                sys.exit(f"{kind}, micro-batches of {samples}: {records.cause}")
+            took = pass_s(step_profile(kind, records))
+            for way, seconds in ways.items():
+                errors[way].append(abs(seconds / took - 1))
+            line = ", ".join(f"{way} {1e3 * seconds:.2f} ms" for way, seconds in ways.items())
+            print(f"{kind}, {samples} of {BATCH}: {1e3 * took:.2f} ms; {line}", flush=True)
+    for way, found in errors.items():
+        print(f"{way}: error {mean(found):.1%} mean, {max(found):.1%} at most")
+
+
+if __name__ == "__main__":
+    main()
