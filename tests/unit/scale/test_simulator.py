@@ -304,3 +304,18 @@ def test_links_of_the_catalogue_are_slower_for_more_bytes_and_more_ranks(name, s
     assert 0 < time(size, ranks) <= time(2 * size, ranks)
     assert time(size, ranks) <= time(size, 2 * ranks) * (1 + 1e-9)
     assert known.source
+
+
+def test_small_sums_of_curves_that_the_catalogue_does_not_know():
+    """Below 100 kB, within 20 % of what was measured."""
+    from small_sums import errors
+
+    found = errors()
+    assert [len(points) for points in found.values()] == [2, 2, 2, 12]
+    assert all(abs(error) < 0.2 for points in found.values() for _, _, error in points)
+
+
+@given(st.sampled_from(sorted(open_catalogue().links)), st.floats(1, 1e6), st.floats(1, 1e6), st.integers(2, 64))
+def test_smaller_sums_take_no_longer(name, one, other, ranks):
+    known, (small, large) = open_catalogue().links[name], sorted((one, other))
+    assert 0 < known.floor_s(ranks, small) <= known.floor_s(ranks, large) <= known.floor_s(ranks)
