@@ -2,26 +2,30 @@
 
 python benchmarks/calibrate.py --write                 # the shipped constants, from benchmarks/published/scaling.csv
 python benchmarks/calibrate.py --check                 # only how well they predict
-python benchmarks/calibrate.py --nested                # ... of each source, with all that is fitted from the others
+python benchmarks/calibrate.py --nested source         # ... of each source, with all that is fitted from the others
+python benchmarks/calibrate.py --batches               # ... the rates of single GPUs with smaller batches
+python benchmarks/calibrate.py --nested half           # ... of each half of all models and GPUs, from the other half
 
 Nothing is reported on a row that it was fitted on: a row is predicted without the rows of its own model and GPU. The
 constants themselves are chosen so that rows left out like that, and by model and by source, are predicted best; with
-``--nested`` rows, constants and the widths of intervals all come from other sources than the one that is reported.
+``--nested`` rows, constants and the widths of intervals all come from other sources than the one that is reported, or
+from the other half.
 
-Only what is fitted is independent of that source. The form of the model (which traits count, and how), the guesses near
-which constants are held, and how near, were settled by looking at errors on this same table, so a table that it has not
-seen is a harder test: hold one against it with ``lockstep predict --table``.
+Only what is fitted is independent of what is reported. The form of the model (which traits count, and how), the guesses
+near which constants are held, and how near, were settled by looking at errors on this same table, so a table that it
+has not seen is a harder test: hold one against it with ``lockstep predict --table``.
 """
 
 import argparse
 import datetime
+import hashlib
 import math
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import numpy as np
 
@@ -39,7 +43,7 @@ from lockstep.scale.scaling_loss import (
     observed,
     weighted_quantile,
 )
-from lockstep.scale.small_batch import fixed_share
+from lockstep.scale.small_batch import fixed_share, time_at
 from lockstep.scale.table_prediction import TablePrediction, predict_table, traits_of
 from lockstep.scale.table_summary import errors_of
 
@@ -156,24 +160,42 @@ def fixed_shares(rows: Sequence[PublishedRow]) -> dict[str, float]:
 
     Each combination of source, model, GPU and precision has one value, and each model one vote.
     """
-    alike = defaultdict(list)
-    for row in rows:
-        if row.ranks == 1 and row.throughput and row.batch and not row.suspect:
-            alike[row.source, row.model, row.gpu, row.precision, row.unit, row.strategy, row.sample].append(row)
     found = []
-    for (_, model, *_), several in alike.items():
-        large = max(several, key=lambda row: row.batch)
-        shares = [
-            fixed_share(row.batch / large.batch, row.batch / row.throughput * large.throughput / large.batch)
-            for row in several
-            if row.batch < large.batch
-        ]
-        if shares:
-            found.append((model, median(shares)))
+    for pairs in smaller_batches(rows).values():
+        shares = [fixed_share(small.batch / large.batch, time) for small, large, time in pairs]
+        found.append((pairs[0][0].model, median(shares)))
     models = Counter(model for model, _ in found)
     shares, votes = [share for _, share in found], [1 / models[model] for model, _ in found]
     parts = {"fixed_share": 0.5, "fixed_share_least": (1 - INSIDE) / 2, "fixed_share_most": (1 + INSIDE) / 2}
     return {name: round(weighted_quantile(shares, votes, part), 3) for name, part in parts.items()} if found else {}
+
+
+def smaller_batches(rows: Sequence[PublishedRow]) -> dict[object, list[tuple[PublishedRow, PublishedRow, float]]]:
+    """For each model on a GPU its smaller batches, each with the largest and the time of a pass over that one's."""
+    alike = defaultdict(list)
+    for row in rows:
+        if row.ranks == 1 and row.throughput and row.batch and not row.suspect:
+            alike[row.source, row.model, row.gpu, row.precision, row.unit, row.strategy, row.sample].append(row)
+    found = defaultdict(list)
+    for key, several in alike.items():
+        large = max(several, key=lambda row: row.batch)
+        for row in several:
+            if row.batch < large.batch:
+                time = row.batch / row.throughput * large.throughput / large.batch
+                found[key].append((row, large, time))
+    return found
+
+
+def batch_errors(rows: Sequence[PublishedRow]) -> dict[str, list[float]]:
+    """Errors of the rates of smaller batches, by the share of a pass that does not shrink with them."""
+    errors = defaultdict(list)
+    for pairs in smaller_batches(rows).values():
+        model = pairs[0][0].model
+        others = fixed_shares([row for row in rows if row.model != model])["fixed_share"]
+        for small, large, time in pairs:
+            for name, share in (("that of other models", others), ("0.1", 0.1), ("0", 0.0)):
+                errors[name].append(abs(time / time_at(small.batch / large.batch, share) - 1))
+    return errors
 
 
 def counts(one: TablePrediction) -> bool:
@@ -225,15 +247,30 @@ def report(rows: Sequence[PublishedRow], model: ScalingLoss) -> None:
         print(said(f"anchor at {anchor} GPUs", found))
 
 
-def nested(rows: Sequence[PublishedRow], rounds: int) -> list[TablePrediction]:
-    """Predictions of the rows of each source by a model whose rows and constants come from all other sources."""
+def half_of(row: PublishedRow) -> object:
+    """One of two halves, of which all rows of a model and GPU are in the same."""
+    return hashlib.sha256("|".join(row.subject).encode()).digest()[0] % 2
+
+
+def source_of(row: PublishedRow) -> object:
+    """Where a row was published."""
+    return row.source
+
+
+def nested(
+    rows: Sequence[PublishedRow], rounds: int, fold: Callable[[PublishedRow], object] = source_of
+) -> list[TablePrediction]:
+    """Predictions of the rows of each fold by a model whose rows and constants come from all other folds."""
     found = []
-    for source in dict.fromkeys(row.source for row in rows):
-        asked = [row for row in rows if row.source == source]
+    for left_out in dict.fromkeys(map(fold, rows)):
+        asked = [row for row in rows if fold(row) == left_out]
         if compare(asked)[0]:
-            model = fitted([row for row in rows if row.source != source], rounds)
+            model = fitted([row for row in rows if fold(row) != left_out], rounds)
             found += predict_table(asked, model, open_catalogue())[0]
     return found
+
+
+FOLDS = {"source": source_of, "half": half_of}
 
 
 def by_source(found: Sequence[TablePrediction]) -> dict[str, list[TablePrediction]]:
@@ -250,12 +287,17 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help=f"to {DATA.name} of the package")
     what.add_argument("--check", action="store_true")
-    what.add_argument("--nested", action="store_true")
+    what.add_argument("--nested", choices=FOLDS)
+    what.add_argument("--batches", action="store_true", help="how well the rates of smaller batches are predicted")
     given = parser.parse_args()
     rows, _ = read_rows(given.table.read_text(encoding="utf-8"))
     single, _ = read_rows(BATCHES.read_text(encoding="utf-8"))
+    if given.batches:
+        for share, found in batch_errors([*rows, *single]).items():
+            print(f"{share:<22}{len(found):>4} batches: error {fmean(found):.1%} mean, {median(found):.1%} median")
+        return
     if given.nested:
-        found = nested([*rows, *single], given.rounds)
+        found = nested([*rows, *single], given.rounds, FOLDS[given.nested])
         print("\n".join([HEAD, *(said(source, one) for source, one in by_source(found).items()), *rows_summary(found)]))
         return
     if given.write:

@@ -144,7 +144,9 @@ class ScalingLoss:
         losses = []
         for one, middle, sd in zip(asked, mean, spread, strict=True):
             grown = growth(c, one)
-            low, median, high = (one.simulated + (math.exp(middle + sign * _QUARTILE * sd) - c.c) * grown for sign in (-1, 0, 1))
+            low, median, high = (
+                one.simulated + (math.exp(middle + sign * _QUARTILE * sd) - c.c) * grown for sign in (-1, 0, 1)
+            )
             losses.append(Loss(median, low, high))
         return losses
 

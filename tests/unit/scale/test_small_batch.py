@@ -1,13 +1,12 @@
 """A device's time for a smaller batch: laws, and how well published single GPUs are said by those of other models."""
 
-from collections import defaultdict
-from statistics import mean
+from statistics import fmean, median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calibrate import BATCHES, TABLE, fixed_shares
+from calibrate import BATCHES, TABLE, batch_errors
 from lockstep.scale import read_rows, shipped_loss
 from lockstep.scale.small_batch import fixed_share, rate_at, time_at
 
@@ -31,22 +30,9 @@ def test_two_sizes_say_the_share(ratio, share):
 
 def test_published_gpus_are_said_by_those_of_other_models():
     """Better than a rate that stays, and than 0.1, which was taken before there were others."""
-    rows = [row for table in (TABLE, BATCHES) for row in read_rows(table.read_text(encoding="utf-8"))[0]]
-    errors = defaultdict(list)
-    for model in {row.model for row in rows}:
-        share = fixed_shares([row for row in rows if row.model != model])["fixed_share"]
-        single = [row for row in rows if row.model == model and row.ranks == 1 and row.batch]
-        alike = defaultdict(list)
-        for row in single:
-            alike[row.source, row.gpu, row.precision, row.strategy, row.sample].append(row)
-        for several in alike.values():
-            large = max(several, key=lambda row: row.batch)
-            for row in several:
-                if row.batch < large.batch:
-                    measured = row.throughput / large.throughput
-                    for name, taken in (("others", share), ("before", 0.1), ("none", 0.0)):
-                        errors[name].append(abs(rate_at(row.batch / large.batch, taken) / measured - 1))
-    assert len(errors["others"]) > 50
-    assert mean(errors["others"]) < mean(errors["before"]) < mean(errors["none"])
+    errors = batch_errors([row for table in (TABLE, BATCHES) for row in read_rows(table.read_text())[0]])
+    assert len(errors["0"]) > 50
+    assert fmean(errors["that of other models"]) < fmean(errors["0.1"]) < fmean(errors["0"])
+    assert median(errors["that of other models"]) < 0.07
     constants = shipped_loss().constants
     assert constants.fixed_share_least < constants.fixed_share < constants.fixed_share_most
