@@ -77,18 +77,19 @@ class Link:
     shared: bool = False  #: the bandwidth is that of all ranks together, as where they talk through the host's memory
 
     @classmethod
-    def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05) -> Link:
-        """The link that ``profile`` was measured on."""
+    def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05, within_s: float = 0.0) -> Link:
+        """The link that ``profile`` was measured on; ``within_s`` of a sum between nodes passes within each of them."""
         largest, longest = profile.bytes[-1], profile.seconds[-1]
-        curve = Curve(profile.ranks, tuple(map(float, profile.bytes)), profile.seconds)
-        latency = curve.seconds[0]
+        ranks = profile.nodes if place == "between" and profile.nodes > 1 else profile.ranks
+        curve = Curve(ranks, tuple(map(float, profile.bytes)), profile.seconds)
+        latency = max(curve.seconds[0] - within_s, curve.seconds[0] / 4)
         return cls(
             name=f"measured {profile.backend}, {profile.ranks} ranks",
             place=place,
-            bytes_per_s=2 * (profile.ranks - 1) / profile.ranks * largest / longest,
+            bytes_per_s=2 * (ranks - 1) / ranks * largest / longest,
             latency_s=latency,
-            hop_s=latency / _steps(place, profile.ranks),
-            ranks=profile.ranks,
+            hop_s=latency / _steps(place, ranks),
+            ranks=ranks,
             source=f"measured all-reduce of {profile.ranks} ranks on {profile.nodes} nodes",
             error=error,
             curve=curve,

@@ -170,9 +170,11 @@ def _measured(system: System, request: PredictionRequest) -> System:
     own = request.catalogue.find_gpu(profile.device) or request.catalogue.gpu("cpu")
     if link is None or own.name != system.gpu.name:
         return system
-    between = link.nodes > 1
-    place = Link.measured(link, "between" if between else "within")
-    return replace(system, between=place) if between else replace(system, within=place)
+    if link.nodes == 1:
+        return replace(system, within=Link.measured(link, "within"))
+    each = link.ranks // link.nodes
+    within_s = system.within.floor_s(each) if each > 1 else 0.0
+    return replace(system, between=Link.measured(link, "between", within_s=within_s))
 
 
 _Size = tuple[str, int, int]

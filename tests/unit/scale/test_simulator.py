@@ -291,6 +291,12 @@ def test_a_measured_link_is_what_was_measured():
     where = replace(where, between=Link.measured(measured, "between"))
     for size, time in zip(measured.bytes, measured.seconds, strict=True):
         assert where.all_reduce_s(size) == pytest.approx(time)
+    # Four ranks on each of the two nodes: what passes within a node is in what was measured.
+    where = system(nodes=2, each=4)
+    eight = replace(measured, ranks=8)
+    where = replace(where, between=Link.measured(eight, "between", within_s=where.within.floor_s(4)))
+    for size, time in zip(eight.bytes, eight.seconds, strict=True):
+        assert where.all_reduce_s(size) == pytest.approx(time, rel=1e-3)
 
 
 @settings(max_examples=30)
