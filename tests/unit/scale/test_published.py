@@ -84,7 +84,16 @@ def test_what_leaves_out_a_source_knows_less(every):
     assert [one.row for one in by_source] == [one.row for one in every]
     assert all(0 < one.low < one.predicted < one.high for one in [*by_source, *every])
     assert mean(abs(one.error) for one in by_source) > mean(abs(one.error) for one in every)
-    assert errors_of("", by_source).inside > 0.88
+    one = errors_of("", by_source)
+    assert one.inside > 0.88
+    said = [
+        100 * one.mean_error,
+        100 * one.median_error,
+        100 * one.tail_error,
+        100 * one.inside,
+        100 * one.median_width,
+    ]
+    assert on_the_page("other sources, constants as shipped") == pytest.approx([one.rows, *said], abs=0.6)
 
 
 @given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.floats(0.1, 10)), min_size=1, max_size=20), st.floats(0, 1))
@@ -259,6 +268,21 @@ def test_strong_scaling_from_another_batch(every):
     found = [one for one in every if one.row.strong]
     assert len(found) == 8
     assert mean(one.inside for one in found) >= 0.8
+    assert mean(abs(one.error) for one in found) < 0.045
+    assert max(abs(one.error) for one in found) < 0.13
+
+
+def test_the_command_says_how_good_it_is_without_a_model_and_gpu_and_without_a_source(capsys):
+    assert cli.main(["predict", "--table", str(TABLE), "--json"]) == 0
+    out, err = capsys.readouterr()
+    rows = json.loads(out)
+    assert all(row["low"] < row["predicted"] < row["high"] for one in rows for row in (one, one["by_source"]))
+    known, _, unknown = err.partition("and where all of a row's source is left out:")
+    for part in (known, unknown):
+        for group in ("all", "weak scaling", "strong scaling", "one node", "several nodes"):
+            assert re.search(
+                rf"^{group}, \d+ rows .*% mean, .*% median, .*% in intervals \d+% wide", part, re.MULTILINE
+            )
 
 
 def test_links_as_tables_write_them():
