@@ -2,15 +2,18 @@
 
 python benchmarks/calibrate.py --write                 # the shipped constants, from benchmarks/published/scaling.csv
 python benchmarks/calibrate.py --check                 # only how well they predict
-python benchmarks/calibrate.py --nested                # ... with constants chosen anew for each fifth of the subjects
+python benchmarks/calibrate.py --nested source         # ... of each source, with all that is fitted from the others
+python benchmarks/calibrate.py --batches               # ... the rates of single GPUs with smaller batches
+python benchmarks/calibrate.py --nested half           # ... of each half of all models and GPUs, from the other half
 
 Nothing is reported on a row that it was fitted on: a row is predicted without the rows of its own model and GPU. The
 constants themselves are chosen so that rows left out like that, and by model and by source, are predicted best; with
-``--nested`` they, too, are chosen without the fifth that is reported.
+``--nested`` rows, constants and the widths of intervals all come from other sources than the one that is reported, or
+from the other half.
 
-Only the constants are independent of that fifth. The form of the model (which traits count, and how), the guesses near
-which constants are held, and how near, were settled by looking at errors on this same table, so a table that it has not
-seen is a harder test: hold one against it with ``lockstep predict --table``.
+Only what is fitted is independent of what is reported. The form of the model (which traits count, and how), the guesses
+near which constants are held, and how near, were settled by looking at errors on this same table, so a table that it
+has not seen is a harder test: hold one against it with ``lockstep predict --table``.
 """
 
 import argparse
@@ -18,19 +21,34 @@ import datetime
 import hashlib
 import math
 import sys
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import fmean, median
 
 import numpy as np
 
 from lockstep.scale.catalogue import open_catalogue
+from lockstep.scale.predict_report import rows_summary
 from lockstep.scale.published import Comparison, PublishedRow, compare, read_rows
-from lockstep.scale.scaling_loss import MEAN, Constants, ScalingLoss, Traits, growth, in_common, observed
+from lockstep.scale.scaling_loss import (
+    INSIDE,
+    MEAN,
+    Constants,
+    ScalingLoss,
+    Traits,
+    growth,
+    in_common,
+    observed,
+    weighted_quantile,
+)
+from lockstep.scale.small_batch import fixed_share, time_at
 from lockstep.scale.table_prediction import TablePrediction, predict_table, traits_of
+from lockstep.scale.table_summary import errors_of
 
 TABLE = Path(__file__).parent / "published" / "scaling.csv"
+BATCHES = TABLE.with_name("batch_sizes.csv")
 DATA = Path(__file__).parents[1] / "src" / "lockstep" / "scale" / "calibration.json"
 CHOSEN = (
     *("p", "q", "c", "noise", "measuring", "everything", "source", "unit", "unit_and_precision"),
@@ -39,7 +57,7 @@ CHOSEN = (
 )
 FACTORS = (0.25, 0.6, 1.6, 4.0)
 ANCHORS = (2, 4, 8)
-FOLDS = 5
+HEAD = f"{'':<28}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'inside':>8}{'width':>8}"
 NEAR = 0.0002  #: badness of a constant that is e times its guess
 
 
@@ -137,34 +155,47 @@ def choose(known: Sequence[Traits], rounds: int) -> Constants:
     return best
 
 
-def half_batch(rows: Sequence[PublishedRow]) -> float:
-    """At which part of a large batch a GPU has half of its rate: from single GPUs with two batch sizes."""
+def fixed_shares(rows: Sequence[PublishedRow]) -> dict[str, float]:
+    """Median, least and most of what of a pass does not shrink: from single GPUs that have several batches.
+
+    Each combination of source, model, GPU and precision has one value, and each model one vote.
+    """
     found = []
-    single = [row for row in rows if row.ranks == 1 and row.throughput and row.batch and not row.suspect]
-    for small in single:
-        for large in single:
-            same = small.subject == large.subject and small.precision == large.precision and small.unit == large.unit
-            if same and small.source == large.source and small.batch < large.batch and small.strategy == large.strategy:
-                ratio = small.throughput / large.throughput
-                s, b = small.batch, large.batch
-                # ratio = s / (s + h) * (b + h) / b, solved for h.
-                h = s * b * (1 - ratio) / (ratio * b - s)
-                if h > 0:
-                    found.append(h / b)
-    return round(median(found), 3) if found else Constants().half_batch
+    for pairs in smaller_batches(rows).values():
+        shares = [fixed_share(small.batch / large.batch, time) for small, large, time in pairs]
+        found.append((pairs[0][0].model, median(shares)))
+    models = Counter(model for model, _ in found)
+    shares, votes = [share for _, share in found], [1 / models[model] for model, _ in found]
+    parts = {"fixed_share": 0.5, "fixed_share_least": (1 - INSIDE) / 2, "fixed_share_most": (1 + INSIDE) / 2}
+    return {name: round(weighted_quantile(shares, votes, part), 3) for name, part in parts.items()} if found else {}
 
 
-def stretched(model: ScalingLoss, rows: Sequence[PublishedRow]) -> Constants:
-    """Intervals as wide as they must be to hold nine of ten rows that are left out; alike for those with an anchor."""
-    constants = model.constants
-    for name, anchors in (("stretch", (None,)), ("stretch_anchored", ANCHORS)):
-        for stretch in np.arange(0.6, 4.0, 0.1):
-            constants = replace(constants, **{name: round(float(stretch), 2)})
-            wider = replace(model, constants=constants)
-            found = [one for anchor in anchors for one in predict_table(rows, wider, open_catalogue(), anchor)[0]]
-            if mean(bool(one.inside) for one in found if counts(one)) >= 0.9:
-                break
-    return constants
+def smaller_batches(rows: Sequence[PublishedRow]) -> dict[object, list[tuple[PublishedRow, PublishedRow, float]]]:
+    """For each model on a GPU its smaller batches, each with the largest and the time of a pass over that one's."""
+    alike = defaultdict(list)
+    for row in rows:
+        if row.ranks == 1 and row.throughput and row.batch and not row.suspect:
+            alike[row.source, row.model, row.gpu, row.precision, row.unit, row.strategy, row.sample].append(row)
+    found = defaultdict(list)
+    for key, several in alike.items():
+        large = max(several, key=lambda row: row.batch)
+        for row in several:
+            if row.batch < large.batch:
+                time = row.batch / row.throughput * large.throughput / large.batch
+                found[key].append((row, large, time))
+    return found
+
+
+def batch_errors(rows: Sequence[PublishedRow]) -> dict[str, list[float]]:
+    """Errors of the rates of smaller batches, by the share of a pass that does not shrink with them."""
+    errors = defaultdict(list)
+    for pairs in smaller_batches(rows).values():
+        model = pairs[0][0].model
+        others = fixed_shares([row for row in rows if row.model != model])["fixed_share"]
+        for small, large, time in pairs:
+            for name, share in (("that of other models", others), ("0.1", 0.1), ("0", 0.0)):
+                errors[name].append(abs(time / time_at(small.batch / large.batch, share) - 1))
+    return errors
 
 
 def counts(one: TablePrediction) -> bool:
@@ -175,31 +206,37 @@ def counts(one: TablePrediction) -> bool:
 def fitted(rows: Sequence[PublishedRow], rounds: int) -> ScalingLoss:
     """Constants and rows of a model."""
     known = traits(rows)
-    constants = replace(choose(known, rounds), half_batch=half_batch(rows))
-    model = ScalingLoss(constants, tuple(known))
-    return replace(model, constants=stretched(model, rows))
+    model = ScalingLoss(replace(choose(known, rounds), **fixed_shares(rows)), tuple(known))
+    return replace(model, constants=replace(model.constants, beyond_anchored=beyond_anchored(model, rows)))
+
+
+def beyond_anchored(model: ScalingLoss, rows: Sequence[PublishedRow]) -> float:
+    """By how much nine of ten rows at most lie outside of their intervals where a row with several GPUs is known."""
+    every = (one for anchor in ANCHORS for one in predict_table(rows, model, open_catalogue(), anchor)[0])
+    found = [one for one in every if counts(one)]
+    outside = [
+        max(0.0, math.log(one.low / one.row.throughput), math.log(one.row.throughput / one.high)) for one in found
+    ]
+    return round(float(np.quantile(outside, INSIDE)), 4) if found else 0.0
 
 
 def said(name: str, found: Sequence[TablePrediction]) -> str:
-    """A line of a table: count, mean, median and 90th percentile of the error, coverage."""
-    errors = [abs(one.error or 0.0) for one in found]
-    p90 = quantiles(errors, n=10)[-1]
-    inside = mean(bool(one.inside) for one in found)
-    return f"{name:<28}{len(errors):>5}{mean(errors):>8.1%}{median(errors):>8.1%}{p90:>8.1%}{inside:>8.0%}"
+    """A line of a table: count, mean, median and 90th percentile of the error, coverage, width of the intervals."""
+    one = errors_of(name, found)
+    errors = f"{one.mean_error:>8.1%}{one.median_error:>8.1%}{one.tail_error:>8.1%}"
+    return f"{name:<28}{one.rows:>5}{errors}{one.inside:>8.0%}{one.median_width:>8.0%}"
 
 
 def linear(found: Sequence[TablePrediction], rows: Sequence[PublishedRow]) -> str:
     """The same line for throughput in proportion to the number of GPUs."""
     by_line = {one.row.line: one for one in compare(rows)[0]}
-    as_linear = [
-        replace(one, predicted=by_line[one.row.line].base_rate * one.row.ranks, low=0.0, high=0.0) for one in found
-    ]
-    return said("linear", as_linear)[:-4]
+    as_linear = [replace(one, predicted=by_line[one.row.line].base_rate * one.row.ranks) for one in found]
+    return said("linear", as_linear)[:-16]
 
 
 def report(rows: Sequence[PublishedRow], model: ScalingLoss) -> None:
     """How well the model predicts a table, without the rows of the same source, model and GPU."""
-    print(f"{'':<28}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'inside':>8}")
+    print(HEAD)
     every = [one for one in predict_table(rows, model, open_catalogue())[0] if counts(one)]
     single = [one for one in every if one.base_ranks == 1]
     print(linear(single, rows))
@@ -210,20 +247,36 @@ def report(rows: Sequence[PublishedRow], model: ScalingLoss) -> None:
         print(said(f"anchor at {anchor} GPUs", found))
 
 
-def nested(rows: Sequence[PublishedRow], rounds: int) -> None:
-    """As `report`, with constants that were chosen without the fifth that they are reported on."""
+def half_of(row: PublishedRow) -> object:
+    """One of two halves, of which all rows of a model and GPU are in the same."""
+    return hashlib.sha256("|".join(row.subject).encode()).digest()[0] % 2
 
-    def fold(row: PublishedRow) -> int:
-        return int(hashlib.sha256("|".join(row.subject).encode()).hexdigest(), 16) % FOLDS
 
+def source_of(row: PublishedRow) -> object:
+    """Where a row was published."""
+    return row.source
+
+
+def nested(
+    rows: Sequence[PublishedRow], rounds: int, fold: Callable[[PublishedRow], object] = source_of
+) -> list[TablePrediction]:
+    """Predictions of the rows of each fold by a model whose rows and constants come from all other folds."""
     found = []
-    for number in range(FOLDS):
-        model = fitted([row for row in rows if fold(row) != number], rounds)
-        predicted = predict_table(rows, model, open_catalogue())[0]
-        found += [one for one in predicted if counts(one) and fold(one.row) == number]
-    print(f"{'':<28}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'inside':>8}")
-    print(said("from one GPU, nested", [one for one in found if one.base_ranks == 1]))
-    print(said("from the fewest, nested", found))
+    for left_out in dict.fromkeys(map(fold, rows)):
+        asked = [row for row in rows if fold(row) == left_out]
+        if compare(asked)[0]:
+            model = fitted([row for row in rows if fold(row) != left_out], rounds)
+            found += predict_table(asked, model, open_catalogue())[0]
+    return found
+
+
+FOLDS = {"source": source_of, "half": half_of}
+
+
+def by_source(found: Sequence[TablePrediction]) -> dict[str, list[TablePrediction]]:
+    """The predictions for each source."""
+    sources = dict.fromkeys(one.row.source for one in found)
+    return {source: [one for one in found if one.row.source == source] for source in sources}
 
 
 def main() -> None:
@@ -234,14 +287,21 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help=f"to {DATA.name} of the package")
     what.add_argument("--check", action="store_true")
-    what.add_argument("--nested", action="store_true")
+    what.add_argument("--nested", choices=FOLDS)
+    what.add_argument("--batches", action="store_true", help="how well the rates of smaller batches are predicted")
     given = parser.parse_args()
     rows, _ = read_rows(given.table.read_text(encoding="utf-8"))
+    single, _ = read_rows(BATCHES.read_text(encoding="utf-8"))
+    if given.batches:
+        for share, found in batch_errors([*rows, *single]).items():
+            print(f"{share:<22}{len(found):>4} batches: error {fmean(found):.1%} mean, {median(found):.1%} median")
+        return
     if given.nested:
-        nested(rows, given.rounds)
+        found = nested([*rows, *single], given.rounds, FOLDS[given.nested])
+        print("\n".join([HEAD, *(said(source, one) for source, one in by_source(found).items()), *rows_summary(found)]))
         return
     if given.write:
-        model = fitted(rows, given.rounds)
+        model = fitted([*rows, *single], given.rounds)
         today = datetime.date.today().isoformat()
         origin = f"benchmarks/published/{given.table.name}, {len(model.known)} of {len(rows)} rows"
         DATA.write_text(replace(model, date=today, origin=origin).as_json(), encoding="utf-8")

@@ -28,10 +28,16 @@ def predict_rows(parsed: argparse.Namespace) -> int:
         raise SettingError(f"--table {parsed.table}: {error}") from None
     catalogue = scale.open_catalogue(site_table("predict"))
     found, notes = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor)
+    by_source, _ = scale.predict_table(rows, scale.shipped_loss(), catalogue, parsed.anchor, "source")
+    summary = scale.rows_summary(found)
+    if by_source != found:
+        summary += ["", "and where all of a row's source is left out:", *scale.rows_summary(by_source)]
     if parsed.json:
-        print(json.dumps([one.as_dict() for one in found], indent=1))
+        pairs = zip(found, by_source, strict=True)
+        print(json.dumps([{**one.as_dict(), "by_source": other.interval()} for one, other in pairs], indent=1))
+        _say("\n".join(summary))
     else:
-        print("\n".join([*scale.rows_table(found), "", *scale.rows_summary(found)]))
+        print("\n".join([*scale.rows_table(found), "", *summary]))
     for note in [*unread, *notes]:
         _say(note)
     if not found:

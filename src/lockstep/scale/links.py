@@ -3,6 +3,8 @@
     seconds(S, n) = floor(n) + 2 (n - 1) / n * S / B(S)         a ring; NCCL's bus bandwidth B folds in the rest
     floor(n)      = latency of the measured n + hop * (steps(n) - steps(measured n))
 
+The latency of a link between nodes is what it adds to a sum within each of them: a sum over several nodes takes both.
+
 Within a node a ring takes 2 (n - 1) steps, between nodes a tree takes 2 log2(n), as NCCL does (src/graph/tuning.cc).
 B(S) comes from a measured curve, interpolated on a log-log scale, or is one number. Ten measured sizes interpolated so
 are within 3 to 6 % on sizes between them; one bandwidth and one latency, within 8 to 16 % (docs/scale.md).
@@ -15,11 +17,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 from lockstep.scale.step_profile import LinkProfile
 
 Place = Literal["within", "between"]
+
+#: With which power of the size times fall below the smallest measured one, and until where: two nodes of H100 in
+#: benchmarks/published/nccl_curves.csv, where a sum of 1 KiB takes four fifths of the time of 32 KiB.
+_SMALL: Final = 0.07
+_LEAST_BYTES: Final = 1024.0
 
 
 @dataclass(frozen=True)
@@ -70,18 +77,19 @@ class Link:
     shared: bool = False  #: the bandwidth is that of all ranks together, as where they talk through the host's memory
 
     @classmethod
-    def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05) -> Link:
-        """The link that ``profile`` was measured on."""
+    def measured(cls, profile: LinkProfile, place: Place, error: float = 0.05, within_s: float = 0.0) -> Link:
+        """The link that ``profile`` was measured on; ``within_s`` of a sum between nodes passes within each of them."""
         largest, longest = profile.bytes[-1], profile.seconds[-1]
-        curve = Curve(profile.ranks, tuple(map(float, profile.bytes)), profile.seconds)
-        latency = curve.seconds[0]
+        ranks = profile.nodes if place == "between" and profile.nodes > 1 else profile.ranks
+        curve = Curve(ranks, tuple(map(float, profile.bytes)), profile.seconds)
+        latency = max(curve.seconds[0] - within_s, curve.seconds[0] / 4)
         return cls(
             name=f"measured {profile.backend}, {profile.ranks} ranks",
             place=place,
-            bytes_per_s=2 * (profile.ranks - 1) / profile.ranks * largest / longest,
+            bytes_per_s=2 * (ranks - 1) / ranks * largest / longest,
             latency_s=latency,
-            hop_s=latency / _steps(place, profile.ranks),
-            ranks=profile.ranks,
+            hop_s=latency / _steps(place, ranks),
+            ranks=ranks,
             source=f"measured all-reduce of {profile.ranks} ranks on {profile.nodes} nodes",
             error=error,
             curve=curve,
@@ -96,10 +104,12 @@ class Link:
             curve = Curve(curve.ranks, curve.sizes, times)
         return replace(self, bytes_per_s=self.bytes_per_s * factor, curve=curve)
 
-    def floor_s(self, ranks: int) -> float:
-        """Seconds of the smallest all-reduce between ``ranks``."""
+    def floor_s(self, ranks: int, size: float = math.inf) -> float:
+        """Seconds of the smallest measured all-reduce between ``ranks``; somewhat less for ``size`` bytes below it."""
         least = self.latency_s / 4  # a smaller world saves steps, and not the call itself
-        return max(least, self.latency_s + self.hop_s * (_steps(self.place, ranks) - _steps(self.place, self.ranks)))
+        time = max(least, self.latency_s + self.hop_s * (_steps(self.place, ranks) - _steps(self.place, self.ranks)))
+        smallest = self.curve.sizes[0] if self.curve else 0.0
+        return time if size >= smallest else time * (max(size, _LEAST_BYTES) / max(smallest, _LEAST_BYTES)) ** _SMALL
 
     def volume_s(self, size: float, ranks: int) -> float:
         """Seconds beyond the floor, for ``size`` bytes on each of ``ranks``."""

@@ -13,12 +13,11 @@ from typing import Final
 
 from lockstep.errors import PlanError
 from lockstep.scale.catalogue import Catalogue, Gpu
+from lockstep.scale.small_batch import time_at
 from lockstep.scale.step_profile import StepProfile, Timing
 
 #: Of a device's peak, what passes reach that do nothing but compute.
 _BEST_USE: Final = 0.6
-#: The part of a batch at which a device has half of its rate: benchmarks/calibrate.py, from published single GPUs.
-HALF_BATCH: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +71,21 @@ def _times(timing: Timing, factor: float) -> Timing:
     return Timing(timing.median_s * factor, timing.p10_s * factor, timing.p90_s * factor)
 
 
-def with_micro_batch(profile: StepProfile, samples: int) -> StepProfile:
+def with_micro_batch(profile: StepProfile, samples: int, share: float) -> StepProfile:
     """``profile`` with micro-batches of ``samples``: a device is slower on each sample of a small one.
 
-    t(b) / t(b0) = (b + h b0) / (b0 + h b0), h the part of a batch at which it has half of its rate.
+    Args:
+        profile: says how much slower, if it was measured with two sizes.
+        samples: of a micro-batch.
+        share: what of a pass does not shrink, over what does, where the profile does not say so.
     """
+    fixed = share * profile.micro_batch if profile.fixed_samples is None else profile.fixed_samples
     ratio = samples / profile.micro_batch
-    factor = (ratio + HALF_BATCH) / (1 + HALF_BATCH)
+    factor = time_at(ratio, fixed / profile.micro_batch)
     return replace(
         profile,
         micro_batch=samples,
+        fixed_samples=fixed,
         data=_times(profile.data, ratio),
         forward=_times(profile.forward, factor),
         backward=_times(profile.backward, factor),
@@ -89,10 +93,10 @@ def with_micro_batch(profile: StepProfile, samples: int) -> StepProfile:
     )
 
 
-def for_ranks(profile: StepProfile, ranks: int, *, weak: bool) -> StepProfile:
+def for_ranks(profile: StepProfile, ranks: int, share: float, *, weak: bool) -> StepProfile:
     """What one of ``ranks`` computes in a step: all that the profiled device did (weak), or its part of the step.
 
-    Where there are more ranks than micro-batches, micro-batches become smaller.
+    Where there are more ranks than micro-batches, micro-batches become smaller (`with_micro_batch`).
 
     Raises:
         PlanError: if there are more ranks than samples.
@@ -103,4 +107,4 @@ def for_ranks(profile: StepProfile, ranks: int, *, weak: bool) -> StepProfile:
         raise PlanError(f"{ranks} ranks share a step of {profile.global_batch} samples; give a larger global_batch")
     if ranks <= profile.micro_batches:
         return replace(profile, micro_batches=-(-profile.micro_batches // ranks))
-    return replace(with_micro_batch(profile, -(-profile.global_batch // ranks)), micro_batches=1)
+    return replace(with_micro_batch(profile, -(-profile.global_batch // ranks), share), micro_batches=1)

@@ -11,7 +11,7 @@ from lockstep.scale.catalogue import Catalogue
 from lockstep.scale.links import Link
 from lockstep.scale.other_device import MovedProfile, for_ranks, on_gpu, with_micro_batch
 from lockstep.scale.rows import Prices
-from lockstep.scale.scaling_loss import Loss, ScalingLoss, Traits
+from lockstep.scale.scaling_loss import Loss, ScalingLoss, Traits, shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import alone_s, simulate
 from lockstep.scale.step_profile import LinkProfile, StepProfile
@@ -116,11 +116,17 @@ def _estimate(
     losses: Mapping[_Size, Loss],
 ) -> Estimate:
     system = _measured(kind.of_ranks(ranks, kind.gpus_per_node), request)
+    constants = shipped_loss().constants
     likely, fast, slow = (
-        for_ranks(profile, system.ranks, weak=request.weak) for profile in (moved.likely, moved.fast, moved.slow)
+        for_ranks(profile, system.ranks, share, weak=request.weak)
+        for profile, share in (
+            (moved.likely, constants.fixed_share),
+            (moved.fast, constants.fixed_share_least),
+            (moved.slow, constants.fixed_share_most),
+        )
     )
     step = simulate(likely, system, strategy)
-    if moved.fast is not moved.slow:
+    if fast != slow:
         low, high = simulate(fast, system, strategy).low, simulate(slow, system, strategy).high
         step = replace(step, low=min(step.low, low), high=max(step.high, high))
     if loss := losses.get(_size(system)):
@@ -164,9 +170,11 @@ def _measured(system: System, request: PredictionRequest) -> System:
     own = request.catalogue.find_gpu(profile.device) or request.catalogue.gpu("cpu")
     if link is None or own.name != system.gpu.name:
         return system
-    between = link.nodes > 1
-    place = Link.measured(link, "between" if between else "within")
-    return replace(system, between=place) if between else replace(system, within=place)
+    if link.nodes == 1:
+        return replace(system, within=Link.measured(link, "within"))
+    each = link.ranks // link.nodes
+    within_s = system.within.floor_s(each) if each > 1 else 0.0
+    return replace(system, between=Link.measured(link, "between", within_s=within_s))
 
 
 _Size = tuple[str, int, int]
@@ -328,7 +336,7 @@ def _link(request: PredictionRequest, value: str) -> PredictionRequest:
 
 def _batch(request: PredictionRequest, value: str) -> PredictionRequest:
     samples = round(_positive("batch", value))
-    profile = with_micro_batch(request.profile, max(1, samples))
+    profile = with_micro_batch(request.profile, max(1, samples), shipped_loss().constants.fixed_share)
     return replace(request, profile=replace(profile, global_batch=profile.micro_batch * profile.micro_batches))
 
 

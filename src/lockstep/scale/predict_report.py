@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 
 from lockstep.formatting import count, duration, plural, size
 from lockstep.scale.predict import Estimate, waterfall
 from lockstep.scale.table_prediction import TablePrediction
+from lockstep.scale.table_summary import summarize
 
 #: What each loss is, in words.
 CAUSES = {
@@ -108,21 +108,12 @@ def rows_table(found: Sequence[TablePrediction]) -> list[str]:
 
 
 def rows_summary(found: Sequence[TablePrediction]) -> list[str]:
-    """Errors over weak and over strong scaling."""
-    lines = []
-    for name, strong in (("weak scaling", False), ("strong scaling", True)):
-        held = [one for one in found if one.error is not None and one.row.strong == strong and not one.row.suspect]
-        if not held:
-            continue
-        errors = sorted(abs(one.error or 0.0) for one in held)
-        tail = errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-        inside = sum(bool(one.inside) for one in held) / len(held)
-        lines.append(
-            f"{name}, {plural(len(held), 'row')}: error {statistics.mean(errors):.1%} mean, "
-            f"{statistics.median(errors):.1%} median, {tail:.1%} at the 90th percentile; "
-            f"{inside:.0%} within the interval"
-        )
-    return lines
+    """Errors, coverage and width of intervals, for each group of rows."""
+    return [
+        f"{one.group + ', ' + plural(one.rows, 'row'):<25} error {one.mean_error:>5.1%} mean, {one.median_error:>5.1%} "
+        f"median, {one.tail_error:>5.1%} 90th percentile; {one.inside:>4.0%} in intervals {one.median_width:.0%} wide"
+        for one in summarize(found)
+    ]
 
 
 def _ms(seconds: float) -> str:

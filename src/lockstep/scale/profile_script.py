@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from lockstep.errors import LaunchError
 from lockstep.launch import Module, Script, check_program
+from lockstep.scale.fit import divisors
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
+from lockstep.scale.small_batch import fixed_share
 from lockstep.scale.steady_state import timing, warm_up
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile
 from lockstep.step_record import RankRecord
 
 #: Sizes of the sums of a link profile: 4 KiB to 64 MiB, in ten steps of equal ratio.
 SUM_BYTES = tuple(int(4096 * (64 * 2**20 / 4096) ** (step / 9)) // 4 * 4 for step in range(10))
+#: So many times as small as the script's is a second micro-batch: what 8 ranks make of one.
+_SMALLER: Final = 8
 
 
 def profile_script(
     program: Script | Module, *, settings: Mapping[str, str] | None = None, steps: int = 40
 ) -> StepProfile:
-    """Measure ``steps`` steps of a script on one rank of this machine. Takes as long as they do, and its start.
+    """Measure ``steps`` steps of a script on one rank here, and a quarter as many with smaller micro-batches.
+
+    Takes as long as they do, and two starts. A script that fails with smaller micro-batches is measured without them.
 
     Args:
         program: the user's script, unchanged.
@@ -35,7 +43,23 @@ def profile_script(
     measured = measure(run)
     if isinstance(measured, FailedRun):
         raise LaunchError(f"{program.name} could not be profiled: {measured.cause}")
-    return step_profile(program.name, measured)
+    profile = step_profile(program.name, measured)
+    smaller = divisors(profile.micro_batch, max(1, profile.micro_batch // _SMALLER))[-1]
+    if smaller < profile.micro_batch:
+        run = replace(
+            run, settings={**run.settings, "micro_batch": str(smaller)}, steps=-(-steps // 4), memory=False, flops=False
+        )
+        again = measure(run)
+        if not isinstance(again, FailedRun):
+            profile = with_fixed_part(profile, step_profile(program.name, again))
+    return profile
+
+
+def with_fixed_part(profile: StepProfile, smaller: StepProfile) -> StepProfile:
+    """``profile`` with what its passes take besides their samples, from one with smaller micro-batches."""
+    whole, part = (one.forward.median_s + one.backward.median_s for one in (profile, smaller))
+    share = fixed_share(smaller.micro_batch / profile.micro_batch, part / whole)
+    return replace(profile, fixed_samples=share * profile.micro_batch)
 
 
 def profile_link(

@@ -70,6 +70,7 @@ class StepProfile:
     steps_per_epoch: int | None = None
     epochs: int | None = None
     training_steps: int | None = None  #: of a training that counts steps, in place of epochs
+    fixed_samples: float | None = None  #: in whose time a pass does what does not shrink with it; None: not measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,8 @@ def _check_step(profile: StepProfile) -> None:
         raise ValueError(
             "batches and steps must be at least 1, durations at least 0, and that of a forward pass above 0"
         )
+    if not 0 <= (profile.fixed_samples or 0) < math.inf:
+        raise ValueError("fixed_samples must be at least 0")
 
 
 def _check_link(profile: LinkProfile) -> None:

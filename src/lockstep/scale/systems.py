@@ -60,10 +60,10 @@ class System:
         """Seconds of an all-reduce of ``size`` bytes on each rank; ``factor`` times the traffic of a ring's."""
         floor, volume = 0.0, 0.0
         if self.gpus_per_node > 1:
-            floor += self.within.floor_s(self.gpus_per_node)
+            floor += self.within.floor_s(self.gpus_per_node, size)
             volume = self.within.volume_s(size, self.gpus_per_node)
         if self.nodes > 1:
-            floor += self.between.floor_s(self.nodes)
+            floor += self.between.floor_s(self.nodes, size)
             volume = max(volume, self.between.volume_s(size, self.nodes))
         return floor + factor * volume
 

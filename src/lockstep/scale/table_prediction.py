@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lockstep.scale.catalogue import Catalogue
 from lockstep.scale.published import Comparison, PublishedRow, compare
 from lockstep.scale.published_system import precision_class, simulated_loss, system_of
-from lockstep.scale.scaling_loss import Constants, Loss, ScalingLoss, Traits
+from lockstep.scale.scaling_loss import Constants, LeftOut, Loss, ScalingLoss, Traits
+from lockstep.scale.small_batch import rate_at
 
 _UNKNOWN = 0.02  #: by which an interval grows for each thing that is not known, as a part of the throughput
 
@@ -36,6 +37,10 @@ class TablePrediction:
         """Whether what was measured lies in the interval."""
         return None if self.row.throughput is None else self.low <= self.row.throughput <= self.high
 
+    def interval(self) -> dict[str, float]:
+        """The prediction and its interval, as a part of a row of JSON."""
+        return {"predicted": self.predicted, "low": self.low, "high": self.high}
+
     def as_dict(self) -> dict[str, object]:
         """As a row of JSON."""
         return {
@@ -52,30 +57,32 @@ class TablePrediction:
             "scaling_kind": self.row.scaling,
             "unit": self.row.unit,
             "suspect": self.row.suspect,
-            "predicted": self.predicted,
             "measured": self.row.throughput,
-            "low": self.low,
-            "high": self.high,
+            **self.interval(),
             "notes": list(self.notes),
         }
 
 
 def predict_table(
-    rows: Sequence[PublishedRow], model: ScalingLoss, catalogue: Catalogue, anchor: int | None = None
+    rows: Sequence[PublishedRow],
+    model: ScalingLoss,
+    catalogue: Catalogue,
+    anchor: int | None = None,
+    left_out: LeftOut = "subject",
 ) -> tuple[list[TablePrediction], list[str]]:
     """Predict each row from those of its group with fewer GPUs; returns notes on those that cannot be, too.
 
-    Of what the model knows, rows of the same source, model and GPU as the one asked for are left out, so that nothing
-    is predicted from itself, also where the table is the one that the model was calibrated on.
+    Of what the model knows, rows of the same source, model and GPU as the one asked for are left out, or all of the
+    same source, so that nothing is predicted from itself, also where the table is the one that the model was
+    calibrated on.
     """
     comparisons, notes = compare(rows, anchor)
-    by_subject = defaultdict[tuple[str, str, str], list[Comparison]](list)
+    alike = defaultdict[object, list[Comparison]](list)
     for comparison in comparisons:
-        traits = traits_of(comparison, comparison.row, catalogue)
-        by_subject[traits.source, traits.model, traits.gpu].append(comparison)
+        alike[getattr(traits_of(comparison, comparison.row, catalogue), left_out)].append(comparison)
     found: list[TablePrediction] = []
-    for subject, asked in by_subject.items():
-        unseen = model.without(frozenset([subject]))
+    for value, asked in alike.items():
+        unseen = model.without(left_out, value)
         if anchor is None:
             losses = unseen.predict([traits_of(one, one.row, catalogue) for one in asked])
         else:
@@ -125,22 +132,23 @@ def _prediction(comparison: Comparison, loss: Loss, c: Constants, catalogue: Cat
     if base.ranks > 1:
         notes.append(f"from {base.ranks} GPUs: the table has no row with fewer")
     linear = comparison.base_rate * row.ranks
-    wider = 0.0
+    slower, faster = 0.0, 0.0
     if not comparison.same_batch and row.batch and base.batch and row.batch != base.batch:
-        linear *= _by_batch(row.batch, base.batch, c.half_batch)
-        wider = 0.5 * abs(math.log(_by_batch(row.batch, base.batch, c.half_batch)))
+        ratio = row.batch / base.batch
+        likely = rate_at(ratio, c.fixed_share)
+        extremes = sorted(rate_at(ratio, share) for share in (c.fixed_share_least, c.fixed_share_most))
+        linear *= likely
+        slower, faster = (abs(math.log(rate / likely)) for rate in extremes)
         notes.append(f"from a batch of {base.batch:g} on {base.ranks} GPUs")
     elif row.strong and (row.batch is None or base.batch is None):
         # It may be smaller by as much as there are more GPUs, or not at all where passes are accumulated.
-        wider = abs(math.log(_by_batch(base.ranks, row.ranks, c.half_batch)))
+        slower = -math.log(rate_at(base.ranks / row.ranks, c.fixed_share))
         notes.append("strong scaling, and the batch of a GPU is not said")
     # What had to be assumed, and what is not there to be looked at.
-    wider += _UNKNOWN * (len(assumed) + (row.parameters is None) + (not row.gpu))
-    loss = replace(loss, low=loss.low - wider, high=loss.high + wider)
-    predicted, low, high = (linear * math.exp(-y) for y in (loss.median, loss.high, loss.low))
+    unknown = _UNKNOWN * (len(assumed) + (row.parameters is None) + (not row.gpu))
+    # The loss and the batch err independently of each other.
+    down = math.hypot(loss.high - loss.median, slower) + unknown
+    up = math.hypot(loss.median - loss.low, faster) + unknown
+    predicted = linear * math.exp(-loss.median)
+    low, high = predicted * math.exp(-down), predicted * math.exp(up)
     return TablePrediction(row, base.ranks, predicted, low, high, tuple(notes))
-
-
-def _by_batch(batch: float, base: float, half: float) -> float:
-    """The rate of a GPU at ``batch`` over that at ``base``: it has half of its best at ``half`` times the base's."""
-    return (batch / (batch + half * base)) * (1 + half)

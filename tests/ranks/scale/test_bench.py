@@ -61,6 +61,8 @@ def test_a_profile_a_trace_and_the_largest_batch(script, tmp_path, capsys):
     """In `make campaign`: each is a few runs."""
     assert main(["bench", script, "--ranks", "2", "--profile", "p.json", "--", "3"]) == 0
     step, link = read_profile(tmp_path / "p.json")
+    # Micro-batches of an eighth were measured, too.
+    assert step.fixed_samples is not None
     assert (step.global_batch, step.micro_batches, step.steps_per_epoch) == (16, 4, 32)
     assert [gradient.bytes for gradient in step.gradients] == [4, 64, 64, 512]
     assert (link.ranks, len(link.bytes)) == (2, 10)

@@ -30,6 +30,7 @@ from lockstep.scale import (
 )
 from lockstep.scale.other_device import for_ranks, on_gpu, with_micro_batch
 from lockstep.scale.predict import waterfall
+from lockstep.scale.profile_script import with_fixed_part
 from lockstep.scale.simulator import alone_s
 from profiles import profile
 
@@ -75,10 +76,10 @@ def test_a_waterfall_ends_at_the_speed_up(weak):
 
 def test_strong_scaling_divides_the_step_and_weak_scaling_multiplies_it():
     step = profile(micro_batches=16)
-    assert for_ranks(step, 8, weak=True) == step
-    assert for_ranks(step, 8, weak=False).micro_batches == 2
-    assert for_ranks(step, 5, weak=False).micro_batches == 4
-    smaller = for_ranks(step, 64, weak=False)
+    assert for_ranks(step, 8, 0.1, weak=True) == step
+    assert for_ranks(step, 8, 0.1, weak=False).micro_batches == 2
+    assert for_ranks(step, 5, 0.1, weak=False).micro_batches == 4
+    smaller = for_ranks(step, 64, 0.1, weak=False)
     assert (smaller.micro_batches, smaller.micro_batch) == (1, 8)
     # A sample of a small micro-batch takes longer.
     assert step.forward.median_s / 4 < smaller.forward.median_s < step.forward.median_s
@@ -95,7 +96,18 @@ def test_another_gpu_by_roofline():
     assert moved.fast.forward.median_s == pytest.approx(0.1 * 19.5 / 15.7)
     assert "roofline" in moved.notes[0]
     assert on_gpu(step, CATALOGUE.gpu("A100"), CATALOGUE).likely is step
-    assert with_micro_batch(step, 32).forward.median_s == pytest.approx(0.1)
+    assert with_micro_batch(step, 32, 0.1).forward.median_s == pytest.approx(0.1)
+
+
+def test_a_small_micro_batch_takes_as_long_as_a_second_size_said():
+    step = profile(forward=0.1, backward=0.2)
+    halved = with_fixed_part(step, profile(forward=0.03, backward=0.06, micro_batch=4))
+    assert with_micro_batch(halved, 4, 0.5).forward.median_s == pytest.approx(0.03)
+    once, twice = with_micro_batch(halved, 2, 0.5), with_micro_batch(with_micro_batch(halved, 8, 0.5), 2, 0.5)
+    assert once.forward.median_s == pytest.approx(twice.forward.median_s)
+    # What was measured says more than published GPUs, and leaves the interval narrower.
+    (known,), (unknown,) = (predict(request("32xA100", profile=one, up_to=32))[0][-1:] for one in (halved, step))
+    assert known.step.high / known.step.low < unknown.step.high / unknown.step.low
 
 
 def test_a_measured_link_is_taken_where_it_was_measured():

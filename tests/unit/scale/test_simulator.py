@@ -291,6 +291,12 @@ def test_a_measured_link_is_what_was_measured():
     where = replace(where, between=Link.measured(measured, "between"))
     for size, time in zip(measured.bytes, measured.seconds, strict=True):
         assert where.all_reduce_s(size) == pytest.approx(time)
+    # Four ranks on each of the two nodes: what passes within a node is in what was measured.
+    where = system(nodes=2, each=4)
+    eight = replace(measured, ranks=8)
+    where = replace(where, between=Link.measured(eight, "between", within_s=where.within.floor_s(4)))
+    for size, time in zip(eight.bytes, eight.seconds, strict=True):
+        assert where.all_reduce_s(size) == pytest.approx(time, rel=1e-3)
 
 
 @settings(max_examples=30)
@@ -304,3 +310,18 @@ def test_links_of_the_catalogue_are_slower_for_more_bytes_and_more_ranks(name, s
     assert 0 < time(size, ranks) <= time(2 * size, ranks)
     assert time(size, ranks) <= time(size, 2 * ranks) * (1 + 1e-9)
     assert known.source
+
+
+def test_small_sums_of_curves_that_the_catalogue_does_not_know():
+    """Below 100 kB, within 20 % of what was measured."""
+    from small_sums import errors
+
+    found = errors()
+    assert [len(points) for points in found.values()] == [2, 2, 2, 12]
+    assert all(abs(error) < 0.2 for points in found.values() for _, _, error in points)
+
+
+@given(st.sampled_from(sorted(open_catalogue().links)), st.floats(1, 1e6), st.floats(1, 1e6), st.integers(2, 64))
+def test_smaller_sums_take_no_longer(name, one, other, ranks):
+    known, (small, large) = open_catalogue().links[name], sorted((one, other))
+    assert 0 < known.floor_s(ranks, small) <= known.floor_s(ranks, large) <= known.floor_s(ranks)
