@@ -1,4 +1,4 @@
-"""How good searches are after few trials: the best loss after 30, 60, 100 and 200, beside samplers of Optuna.
+"""How good searches are after few trials: the best loss after 30, 60, 100 and 200, beside other searches.
 
 python benchmarks/tune_few.py --results few.jsonl                # goes on where an earlier run with that file stopped
 python benchmarks/tune_few.py --results few.jsonl --show         # its tables
@@ -7,7 +7,8 @@ python benchmarks/tune_few.py --objectives tuned --rounds 3 --workers 1 --contes
 All are simulated alike in this process: the workers take turns, each proposes without the results that the others have
 in hand, and knows what these evaluate. Every trial counts as dear (a minute), so our models are not held back. Optuna's
 TPE is multivariate and grouped; with a space of numbers only its CMA-ES is itself, and it draws choices at random.
-Optuna's own packages cmaes, scipy and torch must be installed for its cma-es and gp.
+Optuna's own packages cmaes, scipy and torch must be installed for its cma-es and gp; SMAC3 2 and scikit-learn suffice
+for its forest, so that has a python of its own: name the contestants, and let all runs write to one file of results.
 
 A loss counts from the least that is possible (0), so the table of ratios says by how much one is behind the median of
 all; ranks are means over the objectives of the rank of the median over rounds.
@@ -26,14 +27,14 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.tune.search import Choice, Float, Individual, Point, Space, make_algorithm
+from lockstep.tune.search import Choice, Float, Individual, Int, Point, Space, make_algorithm
 from tune_functions import best_at
 from tune_objectives import FRESH, TUNED, Objective
 
 MARKS = [30, 60, 100, 200]
 OBJECTIVES = {objective.name: objective for objective in (*FRESH, *TUNED)}
 TRIAL_S = 60.0
-#: By the names of the tables; Optuna's gp takes a second a proposal after 100 trials, and is stopped there.
+#: By the names of the tables; those that take about a second a proposal are stopped after 100.
 CONTESTANTS = (
     "auto",
     "gp",
@@ -44,8 +45,9 @@ CONTESTANTS = (
     "Optuna tpe",
     "Optuna cma-es",
     "Optuna gp",
+    "SMAC3 forest",
 )
-MOST = {"Optuna gp": 100}
+MOST = {"Optuna gp": 100, "SMAC3 forest": 100}
 
 #: One that proposes: ``propose(worker)`` begins a trial and returns its parameters, and what to call with its loss.
 Told = Callable[[float], None]
@@ -112,10 +114,59 @@ class Optunas:
         return self._space.params(tuple(genes)), lambda loss: self._study.tell(trial, loss) and None
 
 
+class Smacs:
+    """SMAC3's facade for hyperparameters, a random forest as its model."""
+
+    def __init__(self, facade: str, space: Space, workers: int, seed: int) -> None:
+        import tempfile
+
+        import ConfigSpace
+        from smac import HyperparameterOptimizationFacade, Scenario
+        from smac.runhistory.dataclasses import TrialValue
+
+        self._space, self._value = space, TrialValue
+        self._names = [f"{index} {gene.name}" for index, gene in enumerate(space.genes)]
+        configurations = ConfigSpace.ConfigurationSpace(seed=seed)
+        made = []
+        for name, gene in zip(self._names, space.genes, strict=True):
+            of = gene.dimension
+            if isinstance(of, Choice):
+                made.append(ConfigSpace.CategoricalHyperparameter(name, list(range(len(of.values)))))
+            else:
+                kind = ConfigSpace.Float if isinstance(of, Float) else ConfigSpace.Integer
+                made.append(kind(name, (of.low, of.high), log=of.log))
+        configurations.add(made)
+        for child, gene in zip(made, space.genes, strict=True):
+            if gene.opened_by is not None:
+                configurations.add(ConfigSpace.EqualsCondition(child, made[gene.opened_by[0]], gene.opened_by[1]))
+        scenario = Scenario(
+            configurations,
+            deterministic=True,
+            n_trials=10_000,
+            seed=seed,
+            output_directory=Path(tempfile.mkdtemp()),
+        )
+        design = HyperparameterOptimizationFacade.get_initial_design(scenario, n_configs=10)
+        self._smac = HyperparameterOptimizationFacade(
+            scenario, lambda config, seed: 0.0, initial_design=design, logging_level=50
+        )
+
+    def propose(self, worker: int) -> tuple[dict[str, Any], Told]:
+        """The parameters of the next trial."""
+        trial = self._smac.ask()
+        genes = [0.0] * len(self._space)
+        for index, gene in enumerate(self._space.genes):
+            if self._space.active(tuple(genes))[index]:
+                given = trial.config[self._names[index]]
+                value = gene.dimension.values[int(given)] if isinstance(gene.dimension, Choice) else given
+                genes[index] = gene.dimension.gene(int(given) if isinstance(gene.dimension, Int) else value)
+        return self._space.params(tuple(genes)), lambda loss: self._smac.tell(trial, self._value(cost=loss))
+
+
 def losses(objective: Objective, contestant: str, workers: int, evaluations: int, seed: int) -> Iterator[float]:
     """The losses of a search in their order."""
     kind, _, sampler = contestant.rpartition(" ")
-    search = (Optunas if kind else Ours)(sampler, objective.space, workers, seed)
+    search = {"": Ours, "Optuna": Optunas, "SMAC3": Smacs}[kind](sampler, objective.space, workers, seed)
     in_hand: dict[int, tuple[dict[str, Any], Told]] = {}
     for turn in range(evaluations + workers):
         worker = turn % workers

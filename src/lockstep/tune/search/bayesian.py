@@ -30,8 +30,6 @@ from lockstep.tune.search.space import Space
 #: What a model learns from.
 MODELS: Final = ("gp of losses", "gp of logarithms")
 EVOLUTION: Final = "evolution"
-#: The weight of evolution's reward: few of its trials are needed, for it breeds candidates of the models, too.
-_WEIGHT: Final = 0.5
 #: Of the proposals, so many are drawn evenly, whatever was earned.
 _EVEN: Final = 0.1
 #: What a mean reward keeps of itself at each reward.
@@ -131,7 +129,7 @@ class BayesianEvolution:
     def _drawn(self, random: np.random.Generator) -> str:
         """One of those that propose, by its reward."""
         names = list(self._rewards)
-        earned = np.array([(self._rewards[name] + 0.02) * (_WEIGHT if name == EVOLUTION else 1) for name in names])
+        earned = np.array(list(self._rewards.values())) + 0.02
         parts = _EVEN / len(names) + (1 - _EVEN) * earned / earned.sum()
         return names[min(int(np.searchsorted(np.cumsum(parts), random.random())), len(names) - 1)]
 
