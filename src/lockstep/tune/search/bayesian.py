@@ -34,6 +34,8 @@ EVOLUTION: Final = "evolution"
 _EVEN: Final = 0.1
 #: What a mean reward keeps of itself at each reward.
 _MEMORY: Final = 0.9
+#: A model learns from at least so many individuals.
+_LEAST: Final = 4
 #: A model learns from at most so many individuals: the better half are the best ones, the others the newest.
 _MOST: Final = 200
 #: Candidates: drawn uniformly, near to the best points at each of these scales, and bred by each move of evolution.
@@ -72,7 +74,8 @@ class BayesianEvolution:
         self._space, self._worker, self._workers, self._limited = space, worker, workers, limited
         self._start = min(max(len(space) + 2, 8), 16)
         self._evolution = Evolution(space, 0, workers)
-        self._known: list[Individual] = []  # with a finite loss, in the order of learning
+        self._allowed: list[Individual] = []  # that obey the constraints, with a finite loss, in the order of learning
+        self._violating: list[Individual] = []  # the others
         self._population = Population()
         self._rewards = dict.fromkeys((*MODELS, EVOLUTION) if evolves else MODELS, 1.0)
         self._kernels: dict[str, tuple[int, Kernel]] = {}  # each with the number of individuals that it was fitted to
@@ -84,14 +87,12 @@ class BayesianEvolution:
         """From now on these are known, and who proposed them gets the reward."""
         for individual in individuals:
             self._population.add([individual])
-            finite = math.isfinite(individual.losses[0])
-            if individual.operator != "uniform" and len(self._known) >= self._start:
-                name = individual.operator if individual.operator in MODELS else EVOLUTION
-                if name in self._rewards:
-                    reward = self._reward(individual) if finite else 0.0
-                    self._rewards[name] = _MEMORY * self._rewards[name] + (1 - _MEMORY) * reward
-            if finite:
-                self._known.append(individual)
+            is_finite = math.isfinite(individual.losses[0])
+            name = individual.operator if individual.operator in MODELS else EVOLUTION
+            if individual.operator != "uniform" and self._count >= self._start and name in self._rewards:
+                reward = self._reward(individual) if is_finite else 0.0
+                self._rewards[name] = _MEMORY * self._rewards[name] + (1 - _MEMORY) * reward
+            (self._allowed if is_finite and individual.violation == 0 else self._violating).append(individual)
         self._evolution.observe(individuals)
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -104,9 +105,9 @@ class BayesianEvolution:
 
     def propose(self, random: np.random.Generator) -> Proposal:
         """The middle, and uniform points, at first; then what one of the models or evolution proposes."""
-        if not (self._worker or self._known or self._running):
+        if not (self._worker or self._count or self._running):
             return Proposal(self._middle(random), (), "middle")
-        if len(self._known) < min(4, self._start) or len(self._known) + len(self._running) < self._start:
+        if self._count < _LEAST or self._count + len(self._running) < self._start:
             return Proposal(self._space.sample(random), (), "uniform")
         name = self._drawn(random)
         if name in MODELS and (not self._limited or self._is_affordable()):
@@ -115,6 +116,11 @@ class BayesianEvolution:
             except np.linalg.LinAlgError:  # points too close together for any model
                 pass
         return self._evolution.propose(random)
+
+    @property
+    def _count(self) -> int:
+        """How many individuals are known."""
+        return len(self._allowed) + len(self._violating)
 
     def _middle(self, random: np.random.Generator) -> Point:
         """The point in the middle of all ranges, with any values of its choices."""
@@ -138,27 +144,14 @@ class BayesianEvolution:
 
         By a formula of their cost and not by a clock, so that a search that is repeated proposes the same.
         """
-        count = len(self._known)
+        count = self._count
         spent_s = 8e-3 * count + 5e-5 * min(count, _MOST) ** 2 + 2e-2 * max(count - _MOST, 0)
         return spent_s <= FREE_S * self._workers + PART * self._trained_s
 
     def _most_promising(self, name: str, random: np.random.Generator) -> Point:
-        known = _chosen(self._known)
-        points, losses = np.array([individual.point for individual in known]), _changed(name, known)
-        model = self._with_running(GaussianProcess(self._kernel(name), points, losses))
-        allowed = np.array([not individual.violation for individual in known])
-        best = float(losses[allowed].min()) if allowed.any() else float(losses.max())
-        is_safe = self._constraint(known) if self._failed or not allowed.all() else None
-
-        def improvement(candidates: Array) -> Array:
-            values = log_expected_improvement(*model.predict(candidates), best)
-            if is_safe is None:
-                return values
-            chance = is_safe(candidates)
-            return values + chance if allowed.any() else chance
-
+        worth = self._worth(name)
         ranked = self._population.ranked
-        top = np.array([individual.point for individual in ranked[:_TOP]])
+        top = _points(ranked[:_TOP])
         elite = Elite(self._space, ranked[:_TOP], ranked[: 4 * _TOP])
         candidates = self._legal(
             np.concatenate(
@@ -169,49 +162,62 @@ class BayesianEvolution:
                 ]
             )
         )
-        values, scale = improvement(candidates), _FIRST_SCALE
+        values, scale = worth(candidates), _FIRST_SCALE
         for _ in range(_ROUNDS):
             kept = np.argsort(-values, kind="stable")[:_KEPT]
             refined = self._legal(self._near(np.repeat(candidates[kept], _EACH, axis=0), scale, random))
             candidates = np.concatenate([candidates[kept], refined])
-            values = np.concatenate([values[kept], improvement(refined)])
+            values = np.concatenate([values[kept], worth(refined)])
             scale *= _SHRINKS
         return tuple(candidates[int(np.argmax(values))].tolist())
 
-    def _with_running(self, process: GaussianProcess) -> GaussianProcess:
-        return process.supposing(np.array(self._running)) if self._running else process
+    def _worth(self, name: str) -> Callable[[Array], Array]:
+        """What points (n, genes) promise: the logarithm of the expected improvement times the chance to be allowed."""
+        chance = self._chance() if self._failed or self._violating else None
+        known = _chosen(self._allowed)
+        if chance is not None and len(known) < _LEAST:
+            return chance  # first of all, points that are allowed have to be found
+        points, losses = _points(known), _changed(name, known)
+        model = GaussianProcess(self._kernel(name), points, losses)
+        if self._running:
+            model = model.supposing(np.array(self._running))
 
-    def _constraint(self, known: Sequence[Individual]) -> Callable[[Array], Array]:
-        """The logarithm of the probability that a point (n, genes) fails in nothing."""
-        failed = self._failed[-_MOST // 2 :]
-        points = np.array([*(individual.point for individual in known), *failed])
-        violations = np.array([max(individual.violation, 0.0) for individual in known])
+        def worth(candidates: Array) -> Array:
+            improvement = log_expected_improvement(*model.predict(candidates), float(losses.min()))
+            return improvement if chance is None else improvement + chance(candidates)
+
+        return worth
+
+    def _chance(self) -> Callable[[Array], Array]:
+        """The logarithm of the probability that points (n, genes) neither fail nor violate constraints."""
+        allowed, violating = _chosen(self._allowed), self._violating[-_MOST // 2 :]
+        failed = [tuple(point) for point in self._failed[-_MOST // 2 :]]
+        violations = np.array([individual.violation for individual in violating])
         most = violations[np.isfinite(violations)].max(initial=0.0) or 1.0
-        # Above 0 is what fails: by its violation, so that less of that is nearer to none.
-        faults = np.append(
-            np.where(violations > 0, 0.5 + 0.5 * np.minimum(violations / most, 1.0), -1.0), np.ones(len(failed))
-        )
+        # Above 0 is what is not allowed, by its violation, so that less of that is nearer to none.
+        faults = 0.5 + 0.5 * np.minimum(np.nan_to_num(violations / most, nan=1.0), 1.0)
+        points = np.array([*(individual.point for individual in (*allowed, *violating)), *failed])
+        faults = np.concatenate([np.full(len(allowed), -1.0), faults, np.ones(len(failed))])
         mean, width = faults.mean(), faults.std() or 1.0
         scaled = (faults - mean) / width
         process = GaussianProcess(Kernel.fitted(points, scaled, self._space.is_choice), points, scaled)
 
-        def log_chance(candidates: Array) -> Array:
+        def chance(candidates: Array) -> Array:
             expected, deviation = process.predict(candidates)
             z = (expected + mean / width) / deviation
             return np.log([max(0.5 * math.erfc(each / math.sqrt(2)), 1e-300) for each in z])
 
-        return log_chance
+        return chance
 
     def _kernel(self, name: str) -> Kernel:
         """The kernel fitted to the first individuals, at a number of them that grows by a twentieth from fit to fit."""
         count = self._start
-        while (more := count + max(1, count // 20)) <= len(self._known):
+        while (more := count + max(1, count // 20)) <= len(self._allowed):
             count = more
-        count = min(count, len(self._known))
+        count = min(count, len(self._allowed))
         if self._kernels.get(name, (0,))[0] != count:
-            known = _chosen(self._known[:count])
-            points = np.array([individual.point for individual in known])
-            self._kernels[name] = count, Kernel.fitted(points, _changed(name, known), self._space.is_choice)
+            known = _chosen(self._allowed[:count])
+            self._kernels[name] = count, Kernel.fitted(_points(known), _changed(name, known), self._space.is_choice)
         return self._kernels[name][1]
 
     def _near(self, points: Array, scale: float, random: np.random.Generator) -> Array:
@@ -238,6 +244,10 @@ def _chosen(known: Sequence[Individual]) -> Sequence[Individual]:
     numbers = {individual.number for individual in best}
     newest = [individual for individual in reversed(known) if individual.number not in numbers]
     return [*best, *newest[: _MOST // 2]]
+
+
+def _points(known: Sequence[Individual]) -> Array:
+    return np.array([individual.point for individual in known])
 
 
 def _changed(name: str, known: Sequence[Individual]) -> Array:
