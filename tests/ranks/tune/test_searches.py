@@ -2,13 +2,14 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import LaunchError, SettingError
-from lockstep.tune import Choice, Evaluated, Float, Int, Islands, load
+from lockstep.tune import Choice, Evaluated, Float, Int, Islands, Proposal, load
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.start_search import worker_sizes
 from lockstep.tune.workers.driver import plan_workers
@@ -97,6 +98,50 @@ def test_each_trial_is_claimed_once(tmp_path):
     assert not claims.take_over(7, 5, 1)
     assert claims.owners()[7] == 9
     claims.close()
+
+
+class Asked:
+    """A random search that notes what it is told of trials without a loss, one line for each proposal."""
+
+    def __init__(self, space, worker):
+        self.space, self.file, self.told = space, Path(f"told-{worker}"), None
+
+    def observe(self, individuals):
+        pass
+
+    def forget(self, numbers):
+        pass
+
+    def inform(self, running, failed, trained_s):
+        self.told = len(running), len(failed), trained_s
+
+    def propose(self, random):
+        with self.file.open("a") as file:
+            print(*self.told, file=file)
+        return Proposal(self.space.sample(random))
+
+
+def test_an_algorithm_is_told_what_runs_what_failed_and_how_long_trials_took():
+    def objective(params):
+        # Two workers are in a trial at a time, whichever is first; then one of them begins the next.
+        Path(f"in-{params['x']}").touch()
+        wait_until(lambda: len([*Path().glob("in-*")]) >= 2)
+        if params["n"] == 3:
+            raise ZeroDivisionError
+        return loss_of(params)
+
+    def asked(space, *, objectives, worker, workers):
+        return Asked(space, worker)
+
+    result = lockstep.tune(objective, SPACE, trials=24, workers=2, algorithm=asked, run_dir="a", seed=1)
+    lines = [
+        tuple(map(float, line.split())) for file in ("told-0", "told-1") for line in Path(file).read_text().splitlines()
+    ]
+    assert len(lines) == 24
+    assert max(running for running, _, _ in lines) == 1  # the other worker's
+    failed = result.counts["failed"]
+    assert failed - 1 <= max(fails for _, fails, _ in lines) <= failed
+    assert 0 < max(seconds for _, _, seconds in lines) <= sum(trial.run_s for trial in result.trials)
 
 
 def test_workers_share_the_gpus_of_a_machine():
