@@ -118,6 +118,11 @@ def test_what_was_run_has_settings_with_their_sources_and_the_changes_folded(tmp
 def test_secrets_are_left_out(tmp_path):
     run_dir = write_run(tmp_path / "run", "train.py --api-key hunter2 https://me:hunter2@host --set token=hunter2")
     (run_dir / "verify.json").write_text(json.dumps({"password": "hunter2", "tokens": "512"}))
+    about = json.loads((run_dir / "run.json").read_text())
+    about["starts"].append(
+        {"settings": {"api_token": {"value": "hunter2", "source": "script"}, "auth_token": "hunter2"}}
+    )
+    (run_dir / "run.json").write_text(json.dumps(about))
     page = report_page([read_run(run_dir)], attached_files([run_dir], []))
     assert "hunter2" not in page
     assert "***" in page
