@@ -34,7 +34,7 @@ def executed(path: Path, directory: Path) -> Any:
 
 
 def shapes(notebook: Any) -> list[Shape]:
-    """Of each cell of code: its outputs, each as its type, its name or kinds, and the text of its values without numbers.
+    """Of each cell of code: its outputs, each as its type, its name or kinds, and the text of a value without numbers.
 
     Streams stand at the end, each once: the threads of a run decide how they interleave.
     """

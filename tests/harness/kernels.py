@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,12 +58,12 @@ class Kernel:
 
 
 @contextlib.contextmanager
-def kernel_in(directory: Path, **env: str) -> Iterator[Kernel]:
-    """A kernel that works in ``directory``; it is ended after the block."""
+def kernel_in(directory: Path, env: Mapping[str, str]) -> Iterator[Kernel]:
+    """A kernel that works in ``directory``, with ``env``; it is ended after the block."""
     # Else the kernel would look for settings of the user's.
     own = {"IPYTHONDIR": str(directory / ".ipython"), "JUPYTER_CONFIG_DIR": str(directory / ".jupyter")}
     manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(directory), env={**os.environ, **own, **env})
+    manager.start_kernel(cwd=str(directory), env={**env, **own})
     client = manager.client()
     client.start_channels()
     try:
