@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("jupyter_client", reason="notebooks are not installed (jupyter-client, ipykernel)")
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which is not installed")
 
-from conftest import MARK, SOURCE
 from kernels import kernel_in
 from waiting import wait_until
 
@@ -41,7 +40,7 @@ def main(epochs, pause_s=0.02, checkpoint=True):
 @pytest.fixture
 def kernel(workshop):
     """A kernel whose processes the workshop sees; none of them may outlive it."""
-    with kernel_in(workshop.here, PYTHONPATH=SOURCE, **{MARK: workshop.mark}) as kernel:
+    with kernel_in(workshop.here, workshop.environment()) as kernel:
         cell = kernel.run(textwrap.dedent(DEFINES))
         assert not cell.error
         yield kernel
@@ -69,7 +68,7 @@ def test_a_cell_has_one_output_that_follows_the_run_and_says_how_it_ended(kernel
     assert len(set(pictures)) == len(pictures) >= 2, "what is shown already is not sent again"
     assert pictures[-1].startswith("done")
     assert all(content["data"]["text/html"].startswith("<pre") for content in cell.of("display_data"))
-    assert "samples/s" not in cell.text() + cell.text("stderr"), "the progress is not printed as well"
+    assert "samples/s |" not in cell.text() + cell.text("stderr"), "the progress is not printed as well"
     assert "step 32: epoch 8, loss" in cell.text()
     assert cell.text().endswith("1\n")
     after = kernel.run("print('next')")
@@ -81,7 +80,7 @@ def test_another_view_is_taken_where_it_is_asked_for(kernel, view):
     cell = kernel.run(f"os.environ['LOCKSTEP_VIEW'] = {view!r}; lockstep.launch(main, ranks=1, args=(2,))")
     assert not cell.error
     assert pictures_of(cell) == []
-    assert ("samples/s" in cell.text("stderr")) == (view == "lines")
+    assert ("samples/s |" in cell.text("stderr")) == (view == "lines")
 
 
 def test_a_rank_that_fails_is_named_and_its_traceback_stands_below_the_cell(kernel, workshop):
