@@ -26,7 +26,7 @@ from lockstep.launch_contract import RUN_FILE
 from lockstep.project_files import resolve_settings
 from lockstep.provenance import settings_record, surroundings
 from lockstep.report import about_run, change_about_run
-from lockstep.settings import OPTIONS_VARIABLE, check_variables
+from lockstep.settings import OPTIONS_VARIABLE, check_variables, options_given
 from lockstep.world import World
 
 _LOCK = ".lock"
@@ -235,16 +235,11 @@ def settle(job: Job, *, now: datetime) -> TextIO:
 
 def _settings_before_the_script(request: Request) -> dict[str, dict[str, Any]]:
     """What is known of the settings until the leader tells those of the script, too."""
-    env = {**os.environ, OPTIONS_VARIABLE: json.dumps(handed_on_settings(request, os.environ))}
+    env = {**os.environ, OPTIONS_VARIABLE: json.dumps({**options_given(os.environ), **request.settings})}
     try:
         return settings_record(resolve_settings({}, env))
     except SettingError:  # which the ranks tell, if they have any use for settings
         return {}
-
-
-def handed_on_settings(request: Request, env: Mapping[str, str]) -> dict[str, Any]:
-    """The settings that the ranks get from the launcher: over those of a program that has started it."""
-    return {**json.loads(env.get(OPTIONS_VARIABLE, "{}")), **request.settings}
 
 
 def _source_directory(request: Request) -> Path:

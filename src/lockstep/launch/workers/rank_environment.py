@@ -10,7 +10,7 @@ from lockstep.launch.job.program import local_rank_option
 from lockstep.launch.job.request import Function
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan
 from lockstep.launch.rendezvous.signature import SECRET
-from lockstep.launch.run_dir.run_directory import Job, handed_on_settings
+from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import (
     BIND,
@@ -28,7 +28,7 @@ from lockstep.launch_contract import (
     STATUS,
 )
 from lockstep.network_interface import INTERFACES
-from lockstep.settings import OPTIONS_VARIABLE
+from lockstep.settings import OPTIONS_VARIABLE, options_given
 from lockstep.world import World
 
 #: How long ranks wait for one that may be in a debugger: a day.
@@ -67,7 +67,8 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
         RUN_DIR: str(job.run_dir),
         STATUS: str(job.status),
         CHANNEL: channel,
-        OPTIONS_VARIABLE: json.dumps({**patience, **handed_on_settings(job.request, env)}),
+        # Over the settings of a program that started this launcher, such as a benchmark.
+        OPTIONS_VARIABLE: json.dumps({**patience, **options_given(env), **job.request.settings}),
         **({BIND: "1"} if job.request.bind else {}),
         **({LOCAL_RANK_OPTION: local_rank_option(job.request.program)} if job.request.pass_local_rank else {}),
         "TORCHELASTIC_RUN_ID": job.run_id,
