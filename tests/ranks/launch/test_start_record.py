@@ -90,6 +90,18 @@ def test_a_git_that_does_not_answer_is_as_none(workshop, launched):
     assert start["settings"]["seed"] == {"value": 7, "source": "script"}
 
 
+@pytest.mark.parametrize("damage", ["starts", "nodes", "all"])
+def test_a_record_that_somebody_has_damaged_stops_no_run(workshop, damage):
+    """The script does so itself, before it opens its run."""
+    text = {"starts": '{"starts": [], "generations": []}', "nodes": '{"starts": [{"nodes": 3}], "generations": []}'}
+    script = workshop.script(f"""
+from pathlib import Path
+Path("r/run.json").write_text({text.get(damage, "{")!r})
+{OPENS}""")
+    ended = workshop.run("--run-dir", "r", script)
+    assert (ended.code, ended.out.strip()) == (0, "opened on 1"), ended.err
+
+
 def test_a_record_that_cannot_be_written_stops_no_run(workshop):
     (workshop.here / "r" / "run.json").mkdir(parents=True)
     ended = workshop.end_of(workshop.start(workshop.script(OPENS), command=(), KEEP_IN="r"))

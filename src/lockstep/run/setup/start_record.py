@@ -47,7 +47,7 @@ def record_start(context: RunContext, env: Mapping[str, str]) -> None:
         start["settings"] = settings_record(context.resolved)
         start["nodes"] = {**start["nodes"], **nodes}
 
-    with contextlib.suppress(OSError, LookupError):  # of a file that somebody has changed
+    with contextlib.suppress(OSError, LookupError, TypeError):  # of a file that somebody has changed
         path.mkdir(parents=True, exist_ok=True)
         change_about_run(path, change)
 
