@@ -217,6 +217,10 @@ def _start(start: Mapping[str, Any], patches: Mapping[str, str]) -> str:
             for name, one in each.items()
         ]
         told += folded("settings, and where each comes from", table(rows))
+    nodes = start.get("nodes")
+    if isinstance(nodes, dict) and nodes:
+        del rest["nodes"]
+        told += table([{"node": name, **(one if isinstance(one, dict) else {"": one})} for name, one in nodes.items()])
     patch = source.get("patch") if isinstance(source, dict) else None
     if isinstance(patch, str) and patch in patches:
         told += folded(patch, block(patches[patch]))

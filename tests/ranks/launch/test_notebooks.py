@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jupyter_client", reason="notebooks are not installed (jupyter-client, ipykernel)")
 pytest.importorskip("ipykernel", reason="notebooks need ipykernel, which is not installed")
 
-from kernels import kernel_in
+from notebook_kernel import kernel_in
 from waiting import wait_until
 
 DEFINES = """
