@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lockstep import gpu_driver, provenance
+from lockstep import gpu_driver
 from lockstep.errors import LockstepError, SettingError
 from lockstep.launch.host.machine import Machine, cpus_beside_gpus, visible
 from lockstep.launch.job.request import Executable, Function, Module, Request, Script
@@ -21,12 +21,6 @@ from lockstep.world import World
 NOW = datetime(2026, 11, 21, 10, 15)
 CPUS = Machine(gpus=0, cpus=6)
 GPUS = Machine(gpus=2, cpus=6)
-
-
-@pytest.fixture(autouse=True)
-def no_git(monkeypatch):
-    """Of git see `tests/ranks/test_provenance.py`."""
-    monkeypatch.setattr(provenance, "_git", lambda *_: None)
 
 
 def ask(machine=CPUS, env=None, name="train.py", program=None, **request):
