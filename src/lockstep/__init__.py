@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "launch",
     "load",
+    "metrics",
     "tune",
 ]
 
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from lockstep.launch import launch
     from lockstep.progress import Progress
     from lockstep.run import Run
-    from lockstep.saved_run import load
+    from lockstep.saved_run import load, metrics
     from lockstep.tune import tune
     from lockstep.world import World
 else:
@@ -82,6 +83,7 @@ else:
         "World": "world",
         "launch": "launch",
         "load": "saved_run",
+        "metrics": "saved_run",
         "tune": "tune",
     }
 

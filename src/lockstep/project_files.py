@@ -52,9 +52,10 @@ class ProjectFile:
         return found if isinstance(found, dict) else {}
 
     def place(self, table: str, key: str = "") -> str:
-        """Where that is, as ``lockstep.toml:12``."""
+        """Where that is, as ``lockstep.toml:12``; the user's file with its directory."""
+        name = self.path.name if self.of == "project" else str(self.path)
         number = _line_of(self.text, f"{self.prefix}{table}", key)
-        return f"{self.path.name}:{number}" if number else self.path.name
+        return f"{name}:{number}" if number else name
 
 
 def project_files(env: Mapping[str, str]) -> list[ProjectFile]:

@@ -356,6 +356,12 @@ def check_variables(env: Mapping[str, str]) -> None:
                 raise SettingError(f"the environment variable {name} is none of Lockstep's; did you mean {near[0]}?")
 
 
+def options_given(env: Mapping[str, str]) -> dict[str, Any]:
+    """The settings that the launcher of this process hands on to it, as it was given them."""
+    given: dict[str, Any] = json.loads(env.get(OPTIONS_VARIABLE, "{}"))
+    return given
+
+
 @dataclass(frozen=True, slots=True)
 class SettingsLayer:
     """What a file says of settings, below what the script says."""
@@ -396,7 +402,7 @@ class ResolvedSettings:
         check_variables(env)
         values: dict[str, Any] = {}
         sources = dict.fromkeys(_FIELDS, "default")
-        options = json.loads(env.get(OPTIONS_VARIABLE, "{}"))
+        options = options_given(env)
         by_environment = {
             name: env[_PREFIX + name.upper()] for name in sources if env.get(_PREFIX + name.upper(), "") != ""
         }

@@ -22,13 +22,13 @@ HOUSE = Path(__file__).parents[2] / "src" / "lockstep"
 FLOORS = (
     (
         *("errors", "launch_contract", "trial_contract", "slurm_syntax", "formatting", "memory_use"),
-        *("network_interface", "records", "nested", "small_files", "cpython_private", "loop_variables"),
+        *("network_interface", "records", "nested", "small_files", "cpython_private", "loop_variables", "gpu_driver"),
     ),
     (
         *("world", "batch", "progress", "settings", "size_balancing", "heartbeat_message"),
         *("peer_failure", "option_words", "script_end", "step_record", "transcript", "torch_private"),
     ),
-    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds", "project_files"),
+    ("collectives", "seeding", "heartbeat", "cpu_affinity", "cpu_use", "strategy_kinds", "project_files", "provenance"),
     ("strategies", "checkpoint", "data", "report", "faults", "error_advice"),
     ("run", "launch", "saved_run"),
     ("tune", "scale", "verify", "html_report"),
@@ -42,7 +42,7 @@ TORCH_FREE = (
     *("size_balancing", "memory_use", "network_interface", "option_words"),
     *("formatting", "heartbeat_message", "peer_failure", "script_end", "heartbeat", "cpu_affinity", "report", "faults"),
     *("cpu_use", "launch", "strategy_kinds", "saved_run", "error_advice", "step_record", "records", "transcript"),
-    *("small_files", "nested", "cpython_private", "project_files", "loop_variables"),
+    *("small_files", "nested", "cpython_private", "project_files", "loop_variables", "gpu_driver", "provenance"),
     *("html_report", "cli", "__init__", "__main__"),
 )  # fmt: skip
 #: Files of torch-free rooms that run in processes of their own, or in launchers of several machines. They start from

@@ -22,8 +22,10 @@ def write_run(run_dir: Path, said: str = "x", *, steps: int = 40, metric: str = 
     start = {
         "command": said,
         "time": "2026-11-25T10:00:00+00:00",
-        "settings": {"save_every": said},
+        "settings": {"save_every": {"value": said, "source": said}},
         "versions": {said: said},
+        "source": {"commit": said, "branch": said, "dirty": True, "untracked": [said], "patch": "source.patch"},
+        "nodes": {said: {"cpu": said, "gpus": [{"name": said}]}},
     }
     generations = [
         {"number": number, "ranks": 2 - number, "hosts": [said], "time": _moment(BEGAN_S - 8 + 70 * number)}
@@ -40,7 +42,7 @@ def write_run(run_dir: Path, said: str = "x", *, steps: int = 40, metric: str = 
     ranks = [RankStatus(rank, steps, said, said, 0.1 * rank, 0.5, MemoryUse(1 << 30, 2 << 30)) for rank in (0, 1)]
     RanksFile(run_dir, 0).write(ranks)
     line = said.encode(errors="backslashreplace").decode()
-    for name in ("hangs/hang-1.txt", "logs/rank-0000.log", "faults.txt"):
+    for name in ("hangs/hang-1.txt", "logs/rank-0000.log", "faults.txt", "source.patch"):
         (run_dir / name).parent.mkdir(exist_ok=True)
         (run_dir / name).write_text(f"{line}\t{BEGAN_S + 61}\t{line}\n")
     failures = run_dir / "failures" / "generation-0"

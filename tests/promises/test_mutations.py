@@ -676,7 +676,7 @@ def test_all_that_reads_json_is_here():
         "tune/start_search.py", "tune/record/search_directory.py",
         "tune/results/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py",
         "checkpoint/model_files.py", "checkpoint/save_thread.py", "checkpoint/next_step.py", "records.py",
-        "launch/workers/fork_server.py", "launch/workers/fork_messages.py", "launch/workers/rank_environment.py",
+        "launch/workers/fork_server.py", "launch/workers/fork_messages.py",
     }  # fmt: skip
     house = Path(lockstep.__file__).parent
     found = {

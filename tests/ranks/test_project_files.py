@@ -79,13 +79,13 @@ def test_each_setting_is_shown_with_its_line(here, capsys):
 
 
 def test_what_stands_over_what(here, tmp_path, monkeypatch):
-    written(tmp_path / "config" / "lockstep" / "lockstep.toml", "[run]\nseed = 1\nkeep = 1\ncheck_every = 1\n")
+    users = written(tmp_path / "config" / "lockstep" / "lockstep.toml", "[run]\nseed = 1\nkeep = 1\ncheck_every = 1\n")
     written(here.parent / "lockstep.toml", "[run]\nseed = 2\nkeep = 2\nworkers = 2\nthreads = 2\n")
     env = {**os.environ, "LOCKSTEP_THREADS": "4", OPTIONS_VARIABLE: json.dumps({"bucket_mb": "5"})}
     resolved = resolve_settings({"workers": 3, "threads": 3, "bucket_mb": 3.0}, env)
     found = {name: (getattr(resolved.values, name), resolved.sources[name]) for name in ("seed", "keep", "check_every")}
     assert found == {
-        "seed": (2, "lockstep.toml:2"), "keep": (2, "lockstep.toml:3"), "check_every": (1, "lockstep.toml:4"),
+        "seed": (2, "lockstep.toml:2"), "keep": (2, "lockstep.toml:3"), "check_every": (1, f"{users}:4"),
     }  # fmt: skip
     assert (resolved.values.workers, resolved.sources["workers"]) == (3, "script")
     assert (resolved.values.threads, resolved.sources["threads"]) == (4, "environment")

@@ -6,6 +6,8 @@ import subprocess
 
 import pytest
 
+from lockstep import provenance
+
 
 @pytest.fixture(autouse=True)
 def no_process(monkeypatch):
@@ -15,3 +17,4 @@ def no_process(monkeypatch):
     monkeypatch.setattr(os, "fork", refused)
     monkeypatch.setattr(subprocess.Popen, "__init__", refused)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refused)
+    monkeypatch.setattr(provenance, "_git", lambda *_: None)  # of git see `tests/ranks/test_provenance.py`

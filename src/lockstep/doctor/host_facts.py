@@ -29,7 +29,8 @@ import psutil
 
 import lockstep
 from lockstep.checkpoint import LOCAL
-from lockstep.launch import Machine, allocation, ask_driver
+from lockstep.gpu_driver import ask_driver
+from lockstep.launch import Machine, allocation
 from lockstep.launch_contract import BARE, PROJECT
 from lockstep.memory_use import ControlGroup, host_memory, text_of
 from lockstep.network_interface import is_loopback, plain_address

@@ -160,7 +160,7 @@ def _curves(runs: Sequence[RunRecord], drawn: int) -> str:
 
 
 def _run(run: RunRecord) -> str:
-    starts = [folded(f"Start {number}: {start.get('command', '')}", shown(start), is_open=number == 1)
+    starts = [folded(f"Start {number}: {start.get('command', '')}", _start(start, run.patches), is_open=number == 1)
               for number, start in enumerate(run.about["starts"], 1)]  # fmt: skip
     generations = [
         {
@@ -199,6 +199,32 @@ def _run(run: RunRecord) -> str:
     told = "".join(f"<h3>{title}</h3>{show(rows)}" for title, rows, show in parts if rows)
     files = "".join(folded(name, block(content)) for name, content in run.texts.items() if content)
     return told + (f"<h3>Hangs and logs</h3>{files}" if files else "")
+
+
+def _start(start: Mapping[str, Any], patches: Mapping[str, str]) -> str:
+    """What was run: all that is said of a start, the settings as a table, and the changes that no commit holds."""
+    rest, settings, source = dict(start), start.get("settings"), start.get("source")
+    told = ""
+    if isinstance(settings, dict) and settings:
+        del rest["settings"]
+        # In records of before sources were noted, the texts of the command line.
+        each = {
+            name: one if isinstance(one, dict) else {"value": one, "source": "command line"}
+            for name, one in settings.items()
+        }
+        rows = [
+            {"setting": name, "value": plain_text(one.get("value"), name), "source": one.get("source")}
+            for name, one in each.items()
+        ]
+        told += folded("settings, and where each comes from", table(rows))
+    nodes = start.get("nodes")
+    if isinstance(nodes, dict) and nodes:
+        del rest["nodes"]
+        told += table([{"node": name, **(one if isinstance(one, dict) else {"": one})} for name, one in nodes.items()])
+    patch = source.get("patch") if isinstance(source, dict) else None
+    if isinstance(patch, str) and patch in patches:
+        told += folded(patch, block(patches[patch]))
+    return shown(rest) + told
 
 
 def _filled(title: str, inside: Mapping[str, Any], script: str = "", plotly: str = "", live: str = "") -> str:

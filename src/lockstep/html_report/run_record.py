@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
-from lockstep.launch import about_run
 from lockstep.launch_contract import FAULT_NOTES
 from lockstep.records import open_regular, read_object
-from lockstep.report import MetricsFile, RanksFile, RankStatus, Status, StatusFile, ended, require_run
+from lockstep.report import MetricsFile, RanksFile, RankStatus, Status, StatusFile, about_run, ended, require_run
 from lockstep.saved_run import Row, rows
 
 _TAIL_BYTES = 16 << 10  # of each log and report
+_PATCH_BYTES = 256 << 10
 _MOST_FILES = 64  # of each kind
 
 
@@ -57,6 +57,7 @@ class RunRecord:
     saved_at_s: list[float]  #: of each of these, in seconds since 1970
     faults: list[Event]  #: on purpose
     failures: list[dict[str, Any]]
+    patches: dict[str, str]  #: changes that no commit holds, by the names of their files
     texts: dict[str, str]  #: reports of hangs, and the ends of logs, by the names of their files
     is_over: bool  #: no launcher works there
 
@@ -147,6 +148,7 @@ def read_run(run_dir: Path) -> RunRecord:
         [now_s - row.age_s for row in checkpoints],
         list(_faults(run_dir / FAULT_NOTES)),
         list(_failures(run_dir)),
+        {path.name: _patch(path) for path in sorted(run_dir.glob("source*.patch"))[:_MOST_FILES]},
         dict(_texts(run_dir)),
         ended(run_dir),
     )
@@ -187,10 +189,15 @@ def _texts(run_dir: Path) -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(run_dir)), _tail(path, from_end=pattern.startswith("logs"))
 
 
-def _tail(path: Path, *, from_end: bool = True) -> str:
-    """The last part of the file at ``path``, or its first part; "" if it cannot be read."""
+def _patch(path: Path) -> str:
+    told = _tail(path, _PATCH_BYTES + 1, from_end=False)
+    return f"{told[:_PATCH_BYTES]}\n... the rest is in {path.name}" if len(told) > _PATCH_BYTES else told
+
+
+def _tail(path: Path, most: int = _TAIL_BYTES, *, from_end: bool = True) -> str:
+    """The last ``most`` bytes of the file at ``path``, or the first ones; "" if it cannot be read."""
     with contextlib.suppress(OSError), open_regular(path) as file:
         if from_end:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-        return file.read(_TAIL_BYTES).decode(errors="replace")
+            file.seek(max(0, file.seek(0, 2) - most))
+        return file.read(most).decode(errors="replace")
     return ""

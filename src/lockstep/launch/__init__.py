@@ -19,7 +19,7 @@ from lockstep.launch.agent import AfterFailure, Stops
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
 from lockstep.launch.host.child_process import die_with_parent, name_process, without_ignored_hangup
-from lockstep.launch.host.machine import Machine, ask_driver
+from lockstep.launch.host.machine import Machine
 from lockstep.launch.job.program import asks_for_help, check_program, show_help
 from lockstep.launch.job.program_sources import mentions_lockstep, own_sources, sources_hash, unread_options
 from lockstep.launch.job.quiet_run import QuietEnd, QuietRun, launch_quietly
@@ -34,7 +34,7 @@ from lockstep.launch.job.request import (
     without_options,
 )
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.run_dir.run_directory import about_run, is_in_use, next_generation, ranks_of, versions
+from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.workers.fork_server import import_torch
@@ -60,9 +60,7 @@ __all__ = [
     "Request",
     "Script",
     "Stops",
-    "about_run",
     "allocation",
-    "ask_driver",
     "asks_for_help",
     "check_program",
     "die_with_parent",
@@ -85,7 +83,6 @@ __all__ = [
     "sources_hash",
     "start",
     "unread_options",
-    "versions",
     "watch",
     "without_ignored_hangup",
     "without_options",

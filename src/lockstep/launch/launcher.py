@@ -12,6 +12,7 @@ import os
 import pickle
 import shlex
 import shutil
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.terminal.console import Screen
-from lockstep.launch.workers.fork_server_client import open_fork_server
+from lockstep.launch.workers.fork_server_client import check_can_be_copied, open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch.workers.worker_group import WorkerGroup
@@ -136,14 +137,19 @@ def launch(
         on_hang: what is done once a hang is reported: ``"wait"``, ``"abort"`` or ``"restart"``; None: a
             generation that cannot go on is ended, and restarted while restarts are left.
 
+    In a notebook the progress is one output of the cell, which follows the run. Interrupting the kernel lets the ranks
+    save and end, twice: end without saving. No process of the run is left when this returns or raises.
+
     Raises:
         SettingError: if the run cannot be started as asked for.
         LaunchError: if a rank failed; the message names the rank and its error. If the run was trained to its end and
-            could not save that; the message says why, and the last good step. If CUDA is in use already.
-        KeyboardInterrupt: if the run was interrupted.
+            could not save that; the message says why, and the last good step. If the run was stopped otherwise than by
+            the user, such as for the end of its job. If CUDA is in use already: nothing is written then.
+        KeyboardInterrupt: if the run was interrupted, with a checkpoint or without one.
     """
     if not hasattr(os, "fork"):
         raise LaunchError("this system cannot copy processes; put main() in a script and use: lockstep run script.py")
+    check_can_be_copied()  # before anything is written
     if on_hang not in (None, *get_args(OnHang)):
         raise SettingError(f"on_hang={on_hang!r}: give one of {', '.join(get_args(OnHang))}, or None")
     for name, value in (settings or {}).items():
@@ -163,9 +169,12 @@ def launch(
         on_hang=on_hang,
         start_method="fork",
     )
-    code, failure = _run_here(job := prepared(request, Machine.detect(os.environ)))
-    if code == EXIT_INTERRUPTED:
+    stops = Stops()
+    code, failure = _run_here(job := prepared(request, Machine.detect(os.environ)), stops=stops)
+    if code == EXIT_INTERRUPTED or (code == EXIT_STOPPED and stops.first == signal.SIGINT):
         raise KeyboardInterrupt
+    if code == EXIT_STOPPED:
+        raise LaunchError(f"the run was stopped with a complete checkpoint; to go on: {job.to_resume}")
     if code != EXIT_OK:
         raise LaunchError(failure or f"the run ended with exit code {code}; its logs are in {relative_path(job.logs)}")
     paths = [job.result(rank) for rank in range(job.ranks)]
@@ -236,9 +245,11 @@ def _start_everywhere(job: Job) -> int:
         )
 
 
-def _run_here(job: Job, after_failure: AfterFailure = lambda exits, generation: True) -> tuple[int, str]:
+def _run_here(
+    job: Job, after_failure: AfterFailure = lambda exits, generation: True, stops: Stops | None = None
+) -> tuple[int, str]:
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
-    screen, stops = Screen(sys.stdout, sys.stderr, os.environ), Stops()
+    screen, stops = Screen(sys.stdout, sys.stderr, os.environ), stops or Stops()
     joined = join_alone(job)
     with settled(job), stops.listening(), _room_for_emergencies(joined) as room:
         announce(job, screen)

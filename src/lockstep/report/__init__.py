@@ -13,6 +13,7 @@ from lockstep.report.figure import new_figure, save_svg, write_table
 from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.prometheus import export_metrics
 from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
+from lockstep.report.run_file import about_run, change_about_run
 from lockstep.report.status import State, Status, StatusFile, epoch_number
 from lockstep.report.throughput import Throughput
 from lockstep.report.top import ended, require_run, table, top
@@ -42,6 +43,8 @@ __all__ = [
     "TrackerThread",
     "View",
     "ViewOf",
+    "about_run",
+    "change_about_run",
     "choose_view",
     "ended",
     "epoch_number",

@@ -41,7 +41,7 @@ class View(ViewOf[Status], Protocol):
 
 
 def choose_view(stream: TextIO, env: Mapping[str, str], *, now: Callable[[], float] = time.monotonic) -> View:
-    """The view that fits ``stream``: live on a terminal, else lines, since a log of a batch job wants progress too.
+    """The view that fits ``stream``: live on a terminal and in a notebook, else lines, as a log wants progress too.
 
     ``LOCKSTEP_VIEW`` has the last word. ``TERM=dumb`` means lines. ``NO_COLOR`` keeps the live view and takes its
     colours; ``FORCE_COLOR`` gives it colours where the terminal says it has none, and changes nothing in a pipe:
@@ -59,7 +59,7 @@ def view_on(
     lines: ViewOf[Shown],
     picture: Callable[[], Callable[[Shown], RenderableType]],
 ) -> ViewOf[Shown]:
-    """The view that fits ``stream``: the picture on a terminal, else ``lines``, or none, as `choose_view` has it.
+    """The view that fits ``stream``: the picture where `choose_view` is live, else ``lines``, or none.
 
     ``picture`` is asked for what draws only where that is needed.
 
@@ -69,8 +69,11 @@ def view_on(
     wanted = view_word(stream, env)
     if wanted == "live":
         # Late, since rich takes a tenth of a second and most ranks never draw.
+        from lockstep.report.notebook_view import NotebookView
         from lockstep.report.terminal_view import TerminalView
 
+        if is_notebooks(stream):
+            return NotebookView(stream, picture())
         return ViewOnStream(TerminalView(stream, env, picture()), stream)
     return ViewOnStream(lines, stream) if wanted == "lines" else SilentView()
 
@@ -89,11 +92,16 @@ def view_word(stream: TextIO, env: Mapping[str, str]) -> Literal["live", "lines"
     """
     match env.get(VIEW_VARIABLE) or "auto":
         case "auto":
-            return "live" if can_draw(stream, env) else "lines"
+            return "live" if can_draw(stream, env) or is_notebooks(stream) else "lines"
         case "live" | "lines" | "silent" as wanted:
             return wanted
         case other:
             raise SettingError(f"{VIEW_VARIABLE}={other!r}: give one of auto, live, lines, silent")
+
+
+def is_notebooks(stream: TextIO) -> bool:
+    """Whether what is written to ``stream`` appears in a cell of a notebook, as in Jupyter, VS Code and Colab."""
+    return type(stream).__module__.partition(".")[0] == "ipykernel"
 
 
 def can_draw(stream: TextIO, env: Mapping[str, str]) -> bool:

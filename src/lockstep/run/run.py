@@ -55,6 +55,7 @@ from lockstep.run.setup.registration import GivenModel, Registration
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import set_up
 from lockstep.run.setup.shutdown import Shutdown
+from lockstep.run.setup.start_record import record_start
 from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.state.user_values import Kept
@@ -236,6 +237,7 @@ class Run:
             self._training.end_open_pass,
             measurement,
         )
+        record_start(context, os.environ)
         compare_draws(group, self.say)
         seed_generators(seed_of(context.settings.seed, "init"))
         close_at_script_end(self._shutdown.close)

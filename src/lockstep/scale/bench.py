@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import plural
-from lockstep.launch import Machine, Module, Script, check_program, versions
+from lockstep.launch import Machine, Module, Script, check_program
+from lockstep.provenance import versions
 from lockstep.scale.bench_result import BenchMachine, BenchResult, BenchRow
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure

@@ -39,17 +39,21 @@ class Workshop:
         (self.here / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *args, command=("-m", "lockstep", "run"), streams=None, **env):
+    def environment(self, **env):
+        """Of what is started here, and known by it."""
         kept = ("LOCKSTEP_TEST_SESSION",)
         clean = {
             name: value
             for name, value in os.environ.items()
             if name in kept or not name.startswith(("LOCKSTEP_", "OMP_", "OPENBLAS_"))
         }
+        return {**clean, "PYTHONPATH": SOURCE, "RES_OPTIONS": "timeout:1 attempts:1", MARK: self.mark, **env}
+
+    def start(self, *args, command=("-m", "lockstep", "run"), streams=None, **env):
         process = subprocess.Popen(
             [sys.executable, *command, *map(str, args)],
             cwd=self.here,
-            env={**clean, "PYTHONPATH": SOURCE, "RES_OPTIONS": "timeout:1 attempts:1", MARK: self.mark, **env},
+            env=self.environment(**env),
             **(streams or {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
             text=True,
         )

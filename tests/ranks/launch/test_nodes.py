@@ -165,7 +165,9 @@ def test_two_hosts_train_the_bits_of_one_over_a_slow_link_with_addresses_of_ipv6
     assert (cluster.end_of("n1"), cluster.end_of("n2")) == (0, 0), cluster.everything()
     assert "generation 0: 2 ranks on 2 nodes: n1 (1), n2 (1)" in cluster.said("n1")
     assert cluster.finals() == {expected}
-    assert json.loads((cluster.here / "r/run.json").read_text())["generations"][0]["hosts"] == ["n1", "n2"]
+    about = json.loads((cluster.here / "r/run.json").read_text())
+    assert about["generations"][0]["hosts"] == ["n1", "n2"]
+    assert about["starts"][0]["nodes"].keys() == {"n1", "n2"}
 
 
 def test_the_cause_on_one_host_is_told_on_all_with_one_exit_code(cluster):

@@ -95,12 +95,34 @@ def test_what_a_run_says_is_text(tmp_path, said):
 def test_what_a_run_says_is_there(tmp_path):
     said = "<b>bold & 'quoted'</b>"
     text = "".join(Elements(report_page([read_run(write_run(tmp_path / "run", said))])).text)
-    assert text.count(said) > 10
+    assert text.count(said) > 20
+
+
+def test_what_was_run_has_settings_with_their_sources_and_the_changes_folded(tmp_path):
+    run_dir = write_run(tmp_path / "run", "x")
+    about = json.loads((run_dir / "run.json").read_text())
+    about["starts"][0]["settings"] = {"seed": {"value": 7, "source": "lockstep.toml:3"}}
+    about["starts"].append({"command": "an older one", "settings": {"keep": "5"}, "source": {"patch": "../run.json"}})
+    (run_dir / "run.json").write_text(json.dumps(about))
+    (run_dir / "source.patch").write_text("-    lr = 0.1\n+    lr = 0.2\n" + "x" * (1 << 20))
+    page = report_page([read_run(run_dir)])
+    rows = [re.sub("<[^>]*>", "|", row).replace("||", "|") for row in re.findall("<tr>.*?</tr>", page)]
+    assert "|seed|7|lockstep.toml:3|" in rows
+    assert "|keep|5|command line|" in rows
+    changes = re.search(r"<details><summary>source\.patch</summary><pre>([^<]*)</pre></details>", page)
+    assert changes[1].startswith("-    lr = 0.1\n+    lr = 0.2\n")
+    assert changes[1].endswith("... the rest is in source.patch")
+    assert page.count("lr = 0.2") == 1
 
 
 def test_secrets_are_left_out(tmp_path):
     run_dir = write_run(tmp_path / "run", "train.py --api-key hunter2 https://me:hunter2@host --set token=hunter2")
     (run_dir / "verify.json").write_text(json.dumps({"password": "hunter2", "tokens": "512"}))
+    about = json.loads((run_dir / "run.json").read_text())
+    about["starts"].append(
+        {"settings": {"api_token": {"value": "hunter2", "source": "script"}, "auth_token": "hunter2"}}
+    )
+    (run_dir / "run.json").write_text(json.dumps(about))
     page = report_page([read_run(run_dir)], attached_files([run_dir], []))
     assert "hunter2" not in page
     assert "***" in page

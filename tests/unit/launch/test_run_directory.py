@@ -5,12 +5,12 @@ import re
 import sys
 from dataclasses import replace
 from datetime import datetime
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from lockstep import gpu_driver
 from lockstep.errors import LockstepError, SettingError
-from lockstep.launch.host import machine as host
 from lockstep.launch.host.machine import Machine, cpus_beside_gpus, visible
 from lockstep.launch.job.request import Executable, Function, Module, Request, Script
 from lockstep.launch.run_dir.run_directory import note_generation, note_refused, prepare, settle
@@ -247,6 +247,17 @@ class Driver(ModuleType):
             raise self.NVMLError(name)
         return int(name[-1])
 
+    def nvmlDeviceGetName(self, number):
+        return f"GPU of kind {number // 2}"
+
+    def nvmlDeviceGetMemoryInfo(self, number):
+        if number == 3:
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(total=(number + 1) << 30)
+
+    def nvmlSystemGetDriverVersion(self):
+        return "535.1"
+
     def nvmlDeviceGetMigMode(self, number):
         if number == 0:
             raise self.NVMLError("not supported")
@@ -260,7 +271,7 @@ class Driver(ModuleType):
 def driver(monkeypatch):
     found = Driver()
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    monkeypatch.setattr(host, "_DRIVER", ("/",))
+    monkeypatch.setattr(gpu_driver, "_DRIVER", ("/",))
     return found
 
 
@@ -279,8 +290,15 @@ def test_the_cpus_beside_the_gpus_that_a_process_sees(driver):
     assert cpus_beside_gpus("MIG-1", 80) == []
 
 
+def test_a_start_tells_the_gpus_of_its_node(driver, here):
+    settle(ask(run_dir="r"), now=NOW).close()
+    (node,) = json.loads((here / "r" / "run.json").read_text())["starts"][0]["nodes"].values()
+    assert [gpu["memory_bytes"] for gpu in node["gpus"]] == [1 << 30, 2 << 30, 3 << 30, None]
+    assert (node["gpus"][2]["name"], node["driver"]) == ("GPU of kind 1", "535.1")
+
+
 def test_without_a_driver_no_cpu_is_beside_a_gpu(monkeypatch):
-    monkeypatch.setattr(host, "_DRIVER", ("/nowhere",))
+    monkeypatch.setattr(gpu_driver, "_DRIVER", ("/nowhere",))
     assert cpus_beside_gpus(None, 80) == []
 
 
@@ -295,7 +313,7 @@ def test_a_start_that_was_refused_leaves_its_directory_as_if_it_were_empty(here)
         ask(run_dir="r")
 
 
-def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here):
+def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here, monkeypatch):
     job = ask(run_dir="r")
     settle(job, now=NOW).close()
     assert job.run_dir.stat().st_mode & 0o777 == 0o700
@@ -303,6 +321,12 @@ def test_a_new_run_directory_is_its_users_alone_and_says_no_secret(here):
     secret = ask(program=program, run_dir="r2")
     settle(secret, now=NOW).close()
     assert "hunter2" not in (secret.run_dir / "run.json").read_text()
+    monkeypatch.setenv("SERVICE_TOKEN", "hunter3")
+    monkeypatch.setenv("LOCKSTEP_SECRET", "hunter3")
+    monkeypatch.setenv("LOCKSTEP_CHECKPOINT", "https://me:hunter3@host/r")
+    settings = {"track": "wandb:api_key=hunter3"}
+    settle(ask(program=program, run_dir="r3", settings=settings), now=NOW).close()
+    assert "hunter3" not in (here / "r3" / "run.json").read_text(), "of variables, settings are recorded only"
     assert "hunter2" not in secret.to_resume
     assert secret.to_resume.endswith("train.py --token '***'")
     assert "hunter2" not in secret.to_resume_at("n1:29400")

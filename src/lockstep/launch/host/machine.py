@@ -7,18 +7,14 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError
 from lockstep.formatting import format_ranks, plural
+from lockstep.gpu_driver import ask_driver
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.memory_use import text_of
-
-T = TypeVar("T")
-
-# One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
-_DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +93,6 @@ def cpus_beside_gpus(allowed: str | None, cpus: int) -> list[frozenset[int]]:
         return [_cpus_beside(nvml, entry, cpus) for entry in entries]
 
     return ask_driver(beside, [])
-
-
-def ask_driver(ask: Callable[[Any], T], otherwise: T) -> T:
-    """What NVIDIA's management library is asked for; ``otherwise`` without a driver, or where it refuses."""
-    if not any(map(os.path.exists, _DRIVER)):
-        return otherwise
-    # Late: it takes tens of milliseconds, and only machines with a GPU need it.
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        try:
-            return ask(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return otherwise
 
 
 def _is_divided(nvml: Any, handle: Any) -> bool:

@@ -39,8 +39,9 @@ from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
 from lockstep.launch.rendezvous.store_connection import LOG_LEVEL, read_contract, tell_refused
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
-from lockstep.launch.run_dir.run_directory import Job, versions
+from lockstep.launch.run_dir.run_directory import Job
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, own_addresses
+from lockstep.provenance import versions
 
 #: How long a shared file system may take to show one node what another one wrote.
 _VISIBLE_S = 20.0

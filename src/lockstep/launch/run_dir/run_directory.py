@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.metadata
 import json
-import platform
+import os
 import resource
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,19 +14,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import plural, relative_path
 from lockstep.launch.host.machine import Machine, threads_of_rank
 from lockstep.launch.job.program import check_program
-from lockstep.launch.job.request import Executable, Request, StartMethod, with_option
+from lockstep.launch.job.request import Executable, Request, Script, StartMethod, with_option
 from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.launch_contract import RUN_FILE
-from lockstep.records import of_kind, read_object
-from lockstep.settings import check_variables
-from lockstep.small_files import replace_text
+from lockstep.project_files import resolve_settings
+from lockstep.provenance import settings_record, surroundings
+from lockstep.report import about_run, change_about_run
+from lockstep.settings import OPTIONS_VARIABLE, check_variables, options_given
 from lockstep.world import World
 
 _LOCK = ".lock"
@@ -225,32 +223,39 @@ def settle(job: Job, *, now: datetime) -> TextIO:
     start = {
         "command": job.request.command(*begin_options(job)),
         "time": now.astimezone().isoformat(timespec="seconds"),
-        "host": socket.gethostname(),
-        "cwd": str(Path.cwd()),
         "ranks": job.ranks,
         "begins": job.begins,
-        "settings": dict(job.request.settings),
+        "settings": _settings_before_the_script(job.request),
         **noted(job.given, job.request.subject),
-        "versions": versions(),
+        **surroundings(_source_directory(job.request), job.run_dir),
     }
-    about = about_run(job.run_dir) or {"format": 1, "starts": [], "generations": []}
-    about["starts"].append(start)
-    _write(job.run_dir, about)
+    change_about_run(job.run_dir, lambda about: about["starts"].append(start))
     return lock
+
+
+def _settings_before_the_script(request: Request) -> dict[str, dict[str, Any]]:
+    """What is known of the settings until the leader tells those of the script, too."""
+    env = {**os.environ, OPTIONS_VARIABLE: json.dumps({**options_given(os.environ), **request.settings})}
+    try:
+        return settings_record(resolve_settings({}, env))
+    except SettingError:  # which the ranks tell, if they have any use for settings
+        return {}
+
+
+def _source_directory(request: Request) -> Path:
+    """Where to look for the repository of what is run."""
+    return Path(request.program.name).parent if isinstance(request.program, Script) else Path.cwd()
 
 
 def note_generation(job: Job, generation: int, *, ranks: int, hosts: Sequence[str], now: datetime) -> None:
     """Record that ``generation`` starts, so that a later launcher continues to count from it."""
-    about = about_run(job.run_dir) or {"format": 1, "starts": [], "generations": []}
-    about["generations"].append(
-        {
-            "number": generation,
-            "ranks": ranks,
-            "hosts": list(hosts),
-            "time": now.astimezone().isoformat(timespec="seconds"),
-        }
-    )
-    _write(job.run_dir, about)
+    told = {
+        "number": generation,
+        "ranks": ranks,
+        "hosts": list(hosts),
+        "time": now.astimezone().isoformat(timespec="seconds"),
+    }
+    change_about_run(job.run_dir, lambda about: about["generations"].append(told))
 
 
 def next_generation(run_dir: Path) -> int:
@@ -260,9 +265,8 @@ def next_generation(run_dir: Path) -> int:
 
 def note_refused(job: Job) -> None:
     """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
-    if (about := about_run(job.run_dir)) is not None:
-        about["starts"][-1]["refused"] = True
-        _write(job.run_dir, about)
+    if about_run(job.run_dir) is not None:
+        change_about_run(job.run_dir, lambda about: about["starts"][-1].update(refused=True))
 
 
 def _was_refused(about: Mapping[str, Any] | None) -> bool:
@@ -382,23 +386,8 @@ def _unused(path: Path) -> Path:
     return free
 
 
-def about_run(run_dir: Path) -> dict[str, Any] | None:
-    """What is in `RUN_FILE`, with its lists of ``starts`` and ``generations``; None if it cannot be read."""
-    try:
-        about = read_object(run_dir / RUN_FILE)
-        for name in ("starts", "generations"):
-            of_kind(list[dict[str, Any]], about.get(name), name)
-    except (OSError, ValueError):
-        return None
-    return about
-
-
 def _generations(run_dir: Path) -> list[Any]:
     return list((about_run(run_dir) or {"generations": []})["generations"])
-
-
-def _write(run_dir: Path, about: dict[str, Any]) -> None:
-    replace_text(run_dir / RUN_FILE, json.dumps(about, indent=2) + "\n", durable=True)
 
 
 def is_in_use(run_dir: Path) -> bool:
@@ -434,20 +423,3 @@ def _locked(run_dir: Path) -> TextIO:
         # The file system has no locks.
         pass
     return lock
-
-
-def versions() -> dict[str, str | None]:
-    """The versions of what the bits of a run depend on."""
-    return {
-        "lockstep": lockstep.__version__,
-        "python": platform.python_version(),
-        "torch": _version("torch"),
-        "numpy": _version("numpy"),
-    }
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -291,6 +291,19 @@ def uses_cuda() -> bool:
     return any(_target(link) == _CUDA_DEVICE for link in Path("/proc/self/fd").glob("*"))
 
 
+def check_can_be_copied() -> None:
+    """Check that ranks can be copies of this process.
+
+    Raises:
+        LaunchError: if it has started CUDA.
+    """
+    if uses_cuda():
+        raise LaunchError(
+            "CUDA is in use in this process, and such a process cannot be copied into ranks; restart the kernel "
+            "and call launch before anything touches a GPU"
+        )
+
+
 def _target(link: Path) -> str:
     try:
         return os.readlink(link)
@@ -306,15 +319,9 @@ def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, st
     Raises:
         LaunchError: if this process cannot be copied because CUDA is in use.
     """
-    ours, theirs = socket.socketpair()
     if method == "copy" or isinstance(program, Function):
-        if uses_cuda():
-            ours.close()
-            theirs.close()
-            raise LaunchError(
-                "CUDA is in use in this process, and such a process cannot be copied into ranks; restart the kernel "
-                "and call launch before anything touches a GPU"
-            )
+        check_can_be_copied()
+        ours, theirs = socket.socketpair()
         copied = _Copy(target=serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server")
         with warnings.catch_warnings():
             # Python warns of other threads, such as a notebook's own: the copy uses none of them.
@@ -322,6 +329,7 @@ def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, st
             copied.start()
         theirs.close()
         return ForkServerClient(ours, copied)
+    ours, theirs = socket.socketpair()
     args = [str(theirs.fileno()), method, *program_to_args(program)]
     with stop_signals_blocked():
         process = subprocess.Popen(

@@ -28,7 +28,7 @@ from lockstep.launch_contract import (
     STATUS,
 )
 from lockstep.network_interface import INTERFACES
-from lockstep.settings import OPTIONS_VARIABLE
+from lockstep.settings import OPTIONS_VARIABLE, options_given
 from lockstep.world import World
 
 #: How long ranks wait for one that may be in a debugger: a day.
@@ -68,9 +68,7 @@ def common_environment(job: Job, env: Mapping[str, str], channel: str) -> dict[s
         STATUS: str(job.status),
         CHANNEL: channel,
         # Over the settings of a program that started this launcher, such as a benchmark.
-        OPTIONS_VARIABLE: json.dumps(
-            {**patience, **json.loads(env.get(OPTIONS_VARIABLE, "{}")), **job.request.settings}
-        ),
+        OPTIONS_VARIABLE: json.dumps({**patience, **options_given(env), **job.request.settings}),
         **({BIND: "1"} if job.request.bind else {}),
         **({LOCAL_RANK_OPTION: local_rank_option(job.request.program)} if job.request.pass_local_rank else {}),
         "TORCHELASTIC_RUN_ID": job.run_id,

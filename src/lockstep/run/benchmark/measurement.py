@@ -12,7 +12,6 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import socket
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from lockstep.collectives import local_part, time_sums
 from lockstep.heartbeat import ProgressMarker
 from lockstep.launch_contract import EXIT_OK
 from lockstep.progress import Progress
+from lockstep.provenance import cpu_model
 from lockstep.run.benchmark.host_waits import HostWaits
 from lockstep.run.benchmark.step_recorder import OUTSIDE, StepRecorder
 from lockstep.run.checks.oom_advice import free_bytes
@@ -265,9 +265,7 @@ def _backend(context: RunContext) -> str:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "CPU"
+    return cpu_model() or "CPU"
 
 
 def _peak_bytes(device: torch.device) -> int:

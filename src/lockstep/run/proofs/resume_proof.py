@@ -16,7 +16,6 @@ counter. Everything is by a micro-batch's index and a tensor's name, so that wor
 from __future__ import annotations
 
 import math
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -33,6 +32,7 @@ from lockstep.collectives import TensorShard
 from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
+from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, script_state
 from lockstep.run.setup.identity import optimizers_of
@@ -389,9 +389,4 @@ def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None
 @cache
 def _cpu() -> str:
     """Of which kind the CPU is, whose instructions the bits depend on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        lines = []
-    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{model or platform.processor()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
