@@ -5,9 +5,9 @@ python benchmarks/tune_speed.py --workers 2 --evaluations 500 --rounds 3
 
 Lockstep's `lockstep tune` with `evolution`, whose proposals cost next to nothing, as those of the others do, beside
 Propulate under mpirun, with its default checkpoint of each generation, and Optuna with its random sampler and each of
-its storages. The objective is the sphere of two parameters. Each search is timed
-from within, from its first evaluation to its last, so that what it takes to start is left out. The ways take turns, in
-an order that changes from round to round.
+its storages. The objective is the sphere of two parameters. Each search is timed from within, from its first evaluation
+to its last, so that what it takes to start is left out. The ways take turns, in an order that changes from round to
+round.
 """
 
 import argparse
