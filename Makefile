@@ -6,6 +6,7 @@
 #                 hour); then 520 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
+# make surface   what is public: write the list that the tests compare (docs/versioning.md)
 # make docs    the site of the documentation, in docs/_build/index.html
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
@@ -21,7 +22,7 @@ RUN_DIR ?= runs/digits
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
-.PHONY: train test test-clusters test-gpu campaign mutants docs lint clean
+.PHONY: train test test-clusters test-gpu campaign mutants surface docs lint clean
 .DEFAULT_GOAL := test
 
 train: .venv/.ready
@@ -49,6 +50,9 @@ campaign: .venv/.ready
 
 mutants: .venv/.ready
 	@$(BIN)/python tests/harness/mutants.py
+
+surface: .venv/.ready
+	@$(BIN)/python tests/harness/public_surface.py
 
 # Warnings are errors: links without a target, pages in no table of contents.
 docs: .venv/.ready
