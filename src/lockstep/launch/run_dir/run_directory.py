@@ -196,9 +196,14 @@ def _check_attached(rank: int, ranks: int) -> None:
 
 
 def _start_method(request: Request) -> StartMethod:
+    if sys.platform != "linux":
+        # How its processes are ended with it and watched, nobody has tried elsewhere.
+        raise SettingError(
+            f"several ranks, and starting ranks, need Linux; this system is {sys.platform}. One rank needs no launcher: "
+            "python train.py"
+        )
     # A program that is no Python has no use for torch, which a fork server would import.
-    forks = sys.platform == "linux" and not isinstance(request.program, Executable)
-    return request.start_method or ("fork" if forks else "plain")
+    return request.start_method or ("plain" if isinstance(request.program, Executable) else "fork")
 
 
 def settle(job: Job, *, now: datetime) -> TextIO:
