@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.long, pytest.mark.together]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    for package in ("build", "hatchling"):
+    for package in ("build", "hatchling", "pip"):
         pytest.importorskip(package)
     return build(tmp_path_factory.mktemp("dist"))
 

@@ -1,9 +1,9 @@
 """With this directory on ``PYTHONPATH``, Python and what it starts find nothing that only Linux has.
 
-``sys.platform`` is ``darwin``; ``/proc``, ``/sys`` and ``/dev/shm`` are not there for Python code; functions and constants
-that CPython has on Linux and not on macOS are gone, and so is ``prctl``. ``os.fork``, which macOS has and advises
-against, ends with an error. What this cannot show: other kernels, compilers, builds of torch and file systems, and what
-compiled code does, such as torch's, which sees Linux.
+``sys.platform`` is ``darwin``; ``/proc``, ``/sys`` and ``/dev/shm`` are not there for Python code; functions and
+constants that CPython has on Linux and not on macOS are gone, and so is ``prctl``. ``os.fork``, which macOS has and
+advises against, ends with an error. What this cannot show: other kernels, compilers, builds of torch and file systems,
+and what compiled code does, such as torch's, which sees Linux.
 """
 
 import ctypes
@@ -21,14 +21,15 @@ import time
 import urllib.request  # noqa: F401 - its part for macOS is compiled
 
 GONE = {
-    os: "eventfd eventfd_read eventfd_write memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate copy_file_range "
-    "splice sched_getaffinity sched_setaffinity sched_getscheduler sched_setscheduler sched_getparam getrandom getxattr "
-    "setxattr listxattr removexattr unshare setns waitid setresuid getresuid setresgid getresgid "
-    "O_DIRECT O_TMPFILE O_PATH O_NOATIME MFD_CLOEXEC P_PIDFD",
+    os: """eventfd eventfd_read eventfd_write memfd_create pidfd_open pipe2 posix_fadvise posix_fallocate
+        copy_file_range splice sched_getaffinity sched_setaffinity sched_getscheduler sched_setscheduler sched_getparam
+        getrandom
+        getxattr setxattr listxattr removexattr unshare setns waitid setresuid getresuid setresgid getresgid
+        O_DIRECT O_TMPFILE O_PATH O_NOATIME MFD_CLOEXEC P_PIDFD""",
     signal: "SIGRTMIN SIGRTMAX SIGPWR SIGSTKFLT SIGPOLL sigtimedwait sigwaitinfo pidfd_send_signal",
     select: "epoll EPOLLIN EPOLLOUT EPOLLERR EPOLLHUP EPOLLEXCLUSIVE EPOLL_CLOEXEC",
-    socket: "AF_NETLINK AF_PACKET AF_VSOCK SOCK_CLOEXEC SOCK_NONBLOCK SO_PEERCRED SO_BINDTODEVICE SO_MARK SO_INCOMING_CPU "
-    "TCP_USER_TIMEOUT TCP_QUICKACK TCP_INFO MSG_CMSG_CLOEXEC",
+    socket: """AF_NETLINK AF_PACKET AF_VSOCK SOCK_CLOEXEC SOCK_NONBLOCK SO_PEERCRED SO_BINDTODEVICE SO_MARK
+        SO_INCOMING_CPU TCP_USER_TIMEOUT TCP_QUICKACK TCP_INFO MSG_CMSG_CLOEXEC""",
     fcntl: "F_OFD_GETLK F_OFD_SETLK F_OFD_SETLKW F_SETPIPE_SZ F_GETPIPE_SZ F_ADD_SEALS F_GET_SEALS F_NOTIFY F_SETSIG",
     resource: "prlimit RUSAGE_THREAD RLIMIT_SIGPENDING RLIMIT_MSGQUEUE RLIMIT_NICE RLIMIT_RTPRIO RLIMIT_RTTIME",
     time: "CLOCK_BOOTTIME CLOCK_TAI pthread_getcpuclockid",

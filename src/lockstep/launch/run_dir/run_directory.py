@@ -9,7 +9,6 @@ import json
 import platform
 import resource
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -20,6 +19,7 @@ import lockstep
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import plural, relative_path
+from lockstep.launch.host.child_process import require_linux
 from lockstep.launch.host.machine import Machine, threads_of_rank
 from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, StartMethod, with_option
@@ -196,12 +196,7 @@ def _check_attached(rank: int, ranks: int) -> None:
 
 
 def _start_method(request: Request) -> StartMethod:
-    if sys.platform != "linux":
-        # How its processes are ended with it and watched, nobody has tried elsewhere.
-        raise SettingError(
-            f"several ranks, and starting ranks, need Linux; this system is {sys.platform}. One rank needs no launcher: "
-            "python train.py"
-        )
+    require_linux("one rank needs no launcher: python train.py")
     # A program that is no Python has no use for torch, which a fork server would import.
     return request.start_method or ("plain" if isinstance(request.program, Executable) else "fork")
 
