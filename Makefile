@@ -71,8 +71,11 @@ try-installs: .venv/.ready
 sbom: .venv/.ready
 	@$(BIN)/python release/sbom.py dist/sbom.cdx.json
 
-check-release publish: .venv/.ready
-	@$(BIN)/python release/publish.py $(if $(filter check-release,$@),--dry-run)
+check-release: .venv/.ready
+	@$(BIN)/python release/publish.py --dry-run
+
+publish: .venv/.ready
+	@$(BIN)/python release/publish.py
 
 # Warnings are errors: links without a target, pages in no table of contents.
 docs: .venv/.ready
