@@ -53,6 +53,7 @@ def test_each_option_of_run_is_also_taken_with_underscores():
         ("lockstep run --fit", "`--fit` is gone", False),
         ("lockstep run --fit", "`lockstep run --fit` is gone", True),
         ("lockstep tune --resume", "`lockstep run --resume` is gone", False),
+        ("returned EarlyStopping.stopped", "`EarlyStopping.stopped` is a method", True),
         ("setting micro_batch", "`micro_batch` is gone", True),
         ("exit code 75", "75", False),
     ],

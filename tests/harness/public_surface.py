@@ -27,6 +27,17 @@ from lockstep.settings import Settings
 HOUSE = Path(__file__).parents[2]
 FILE = Path(__file__).with_suffix(".txt")
 REFERENCE = HOUSE / "docs" / "reference"
+#: What public functions return, without a name in the reference: where its class is, and what of it is public.
+RETURNED = {
+    "lockstep.batch.MicroBatchPosition": "index of last is_padding samples step_samples step",
+    "lockstep.batch.EpochSteps": "samples micro_batches step_samples __len__",
+    "lockstep.run.metrics.early_stopping.EarlyStopping": "should_stop stopped",
+    "lockstep.run.batches.micro_batches.MicroBatches": "__iter__ __len__ close",
+    "lockstep.run.state.carried_state.CarriedState": "__getitem__ __iter__ __len__",
+    "lockstep.tune.results.result.Failure": "reason numbers",
+    "lockstep.tune.record.trial.Reported": "step loss at_s",
+    "lockstep.verify.VerifyResult": "steps took_s ways differing is_equal to_json write",
+}
 #: Of the things of a class that Python gives to each, those that are not named by a word of their own.
 _CALLS = ("__init__", "__call__", "__iter__", "__len__", "__enter__", "__exit__", "__getitem__", "__contains__")
 
@@ -52,6 +63,10 @@ def _names() -> Iterator[tuple[str, str]]:
         for name in names:
             value = getattr(importlib.import_module(module), name)
             yield from _of(f"{module}.{name}", value.tune if isinstance(value, ModuleType) else value)
+    for place, members in RETURNED.items():
+        module, _, name = place.rpartition(".")
+        found = dict(_members(getattr(importlib.import_module(module), name)))
+        yield from ((f"returned {name}.{member}", found[member]) for member in members.split())
 
 
 def _of(name: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -181,7 +196,7 @@ def words(name: str) -> list[str]:
         command, _, option = name.split(", ")[0].rpartition(" ")
         return [command, option] if command != "lockstep" else [name]
     parts = [part for part in name.split()[-1].split(".") if part != "__init__"]
-    return [".".join(parts[-2:] if len(parts) > 2 and parts[-2][0].isupper() else parts[-1:])]
+    return [".".join(parts[-2:] if len(parts) > 1 and parts[-2][0].isupper() else parts[-1:])]
 
 
 def main() -> int:
