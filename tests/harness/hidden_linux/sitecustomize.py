@@ -7,6 +7,7 @@ and what compiled code does, such as torch's, which sees Linux.
 """
 
 import ctypes
+import ctypes.util
 import errno
 import fcntl
 import importlib.util
@@ -36,7 +37,7 @@ GONE = {
 }
 HIDDEN = ("/proc", "/sys", "/dev/shm")
 
-# They take a part by the platform, and there is only that of Linux here.
+# These take a part by the platform, and there is only that of Linux here; so does `ctypes.util`.
 sysconfig.get_config_vars()
 
 if importlib.util.find_spec("psutil"):
