@@ -6,6 +6,11 @@
 #                 hour); then 520 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
+# make surface   what is public: write the list that the tests compare (docs/versioning.md)
+# make dist    the wheel and the source distribution, in dist
+# make try-installs   the wheel in empty environments, with the oldest and the newest Python and torch (gigabytes, an hour)
+# make sbom    what an installation brings, as a CycloneDX bill of materials: dist/sbom.cdx.json
+# make check-release, make publish   is this commit a release? build it; and upload it (docs/releasing.md)
 # make docs    the site of the documentation, in docs/_build/index.html
 # make lint    only the style: ruff and mypy
 # make clean   remove what was installed and cached; runs stay
@@ -21,7 +26,7 @@ RUN_DIR ?= runs/digits
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 RANKS ?= $(if $(filter-out 0,$(GPUS)),gpu,2)
 
-.PHONY: train test test-clusters test-gpu campaign mutants docs lint clean
+.PHONY: train test test-clusters test-gpu campaign mutants surface dist try-installs sbom check-release publish docs lint clean
 .DEFAULT_GOAL := test
 
 train: .venv/.ready
@@ -50,6 +55,28 @@ campaign: .venv/.ready
 mutants: .venv/.ready
 	@$(BIN)/python tests/harness/mutants.py
 
+surface: .venv/.ready
+	@$(BIN)/python tests/harness/public_surface.py
+
+dist: .venv/.ready
+	@$(BIN)/python -m build --no-isolation --outdir dist .
+	@$(BIN)/python -m twine check --strict dist/*.whl dist/*.tar.gz
+
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= 2.11.0 2.15.0
+TRIED ?= tests/unit tests/ranks/test_private_names.py tests/ranks/checkpoint tests/ranks/collectives
+try-installs: .venv/.ready
+	@$(BIN)/python tests/harness/installed.py --python $(PYTHONS) --torch $(TORCHES) --tests $(TRIED)
+
+sbom: .venv/.ready
+	@$(BIN)/python release/sbom.py dist/sbom.cdx.json
+
+check-release: .venv/.ready
+	@$(BIN)/python release/publish.py --dry-run
+
+publish: .venv/.ready
+	@$(BIN)/python release/publish.py
+
 # Warnings are errors: links without a target, pages in no table of contents.
 docs: .venv/.ready
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
@@ -75,6 +102,6 @@ clean:
 		echo "setting up: torch for the CPU"; $(PIP) torch==2.13.0 && $(PIP) --no-deps torchvision==0.28.0; \
 	fi
 	@echo "setting up: Lockstep, its examples and its tests"
-	@$(PIP) --editable '.[dev,docs,examples]'
+	@$(PIP) --editable '.[dev,docs,examples,release]'
 	@$(BIN)/python examples/vision.py
 	@touch $@

@@ -31,6 +31,7 @@ from torch.nn import functional as F
 
 import lockstep
 from hosts import Host, Hosts, hosts
+from lockstep.cpu_affinity import usable_cpus
 from lockstep.cpu_use import CpuWatch
 from lockstep.launch_contract import MEASURE
 from lockstep.scale.catalogue import open_catalogue
@@ -117,7 +118,7 @@ class Machines:
 
     def together(self, kind: str, settings: Mapping[str, str]) -> RoundSeen:
         """One round of a variant."""
-        watch = CpuWatch()
+        watch = CpuWatch(usable_cpus())
         found = self._run(kind, settings)
         return RoundSeen(Records(found), watch.used(0.0))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,6 +13,11 @@ from lockstep.memory_use import text_of
 from lockstep.world import Environment, World, number_in
 
 
+def usable_cpus() -> set[int]:
+    """The CPUs that this process may run on; all of them where the system does not bind processes, such as macOS."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
 def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> int:
     """How many CPUs this process may use, at least one.
 
@@ -20,7 +26,7 @@ def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> i
 
     Args:
         env: the environment of this process.
-        affinity: CPUs that it may run on, ``len(os.sched_getaffinity(0))``.
+        affinity: number of CPUs that it may run on, of `usable_cpus`.
         cpu_max: the text of its control group's ``cpu.max``, such as ``max 100000`` or ``200000 100000``.
 
     Raises:

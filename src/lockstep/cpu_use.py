@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,10 +34,10 @@ class CpuUse:
 
 
 class CpuWatch:
-    """Watches the CPUs that this process may use, from when it is made."""
+    """Watches ``cpus``, which this process may use, from when it is made."""
 
-    def __init__(self) -> None:
-        self._cpus: Final = sorted(os.sched_getaffinity(0))
+    def __init__(self, cpus: Collection[int]) -> None:
+        self._cpus: Final = cpus
         self._began_s: Final = time.monotonic()
         self._busy_s: Final = busy_s(self._cpus)
 
@@ -47,7 +48,7 @@ class CpuWatch:
         return CpuUse(len(self._cpus), own_s / took, max(0.0, others / took))
 
 
-def busy_s(cpus: list[int], stat: Path = Path("/proc/stat")) -> float:
+def busy_s(cpus: Collection[int], stat: Path = Path("/proc/stat")) -> float:
     """Seconds that ``cpus`` were not idle since the machine began; 0 where the system does not say."""
     try:
         lines = stat.read_text(encoding="ascii").splitlines()

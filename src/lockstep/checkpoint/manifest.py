@@ -41,7 +41,7 @@ PROTECTED: Final = "protected_steps"
 #: Bytes of one element, by PyTorch's name of the type without ``torch.``
 ITEM_BYTES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "qint32"), 4),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32", "bcomplex32", "qint32"), 4),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     "complex128": 16,
     **dict.fromkeys(("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 9))), 1),

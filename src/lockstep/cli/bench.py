@@ -28,7 +28,7 @@ _PLACE = Path("bench")
 
 
 def bench_options() -> Parser:
-    """The options of ``lockstep bench``; the list is frozen in ``tests/harness/bench_options.txt``."""
+    """The options of ``lockstep bench``."""
     parser = ScriptParser(
         prog="lockstep bench",
         usage="lockstep bench script.py [options] [-- script options]",

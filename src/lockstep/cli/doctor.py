@@ -13,7 +13,7 @@ from lockstep.errors import SettingError
 
 
 def doctor_options() -> Parser:
-    """The options of ``lockstep doctor``; the list is frozen in ``tests/harness/doctor_options.txt``."""
+    """The options of ``lockstep doctor``."""
     parser = ScriptParser(
         prog="lockstep doctor",
         usage="lockstep doctor [script.py] [options] [-- script options]",

@@ -20,6 +20,7 @@ from typing import Any
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
 from lockstep.cli.command import Command, Parser, split_at_script
+from lockstep.cli.completion import SHELLS, completion, completion_options
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
 from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
@@ -310,6 +311,13 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     return EXIT_OK
 
 
+def _completion(parsed: argparse.Namespace, words: Sequence[str]) -> int:
+    if parsed.shell is None:
+        raise SettingError(f"say for which shell: lockstep completion {'|'.join(SHELLS)}")
+    print(completion(parsed.shell, COMMANDS, _SHORT))
+    return EXIT_OK
+
+
 def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
     """The options of ``parser`` that ``parsed`` sets, as they are written; without the kind of the program."""
     words: list[str] = []
@@ -384,5 +392,6 @@ COMMANDS = {
         *SAVED_RUN_COMMANDS,
         Command("job slurm", "write a job script for Slurm", partial(job_options, "slurm"), partial(_job, "slurm")),
         Command("job sge", "write a job script for Grid Engine", partial(job_options, "sge"), partial(_job, "sge")),
+        Command("completion", "complete these words in a shell", completion_options, _completion),
     )
 }

@@ -11,7 +11,7 @@ from lockstep.errors import SettingError
 
 
 def predict_options() -> Parser:
-    """The options of ``lockstep predict``; the list is frozen in ``tests/harness/predict_options.txt``."""
+    """The options of ``lockstep predict``."""
     parser = ScriptParser(
         prog="lockstep predict",
         usage="lockstep predict [script.py | --profile FILE | --table FILE] --on SYSTEM,... [options] "

@@ -12,7 +12,7 @@ from lockstep.cpython_private import actions_by_option
 
 
 def run_options() -> Parser:
-    """The options of ``lockstep run``; the list is frozen in ``tests/harness/options.txt``."""
+    """The options of ``lockstep run``."""
     parser = Parser(
         prog="lockstep run",
         usage="lockstep run [options] script.py [script options]",

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from lockstep.collectives import Group, KeyValueStore, open_group, open_store, time_pairs, time_sums
+from lockstep.cpu_affinity import usable_cpus
 from lockstep.doctor.host_facts import HostFacts, gather_files, gather_host
 from lockstep.doctor.machine_facts import NodeFacts, PairFacts, RankFacts, RanksFacts, ReachFacts
 from lockstep.launch_contract import RUN_DIR, RUN_ID
@@ -120,7 +121,7 @@ def _together(group: Group, world: World, place: Path, locked: int) -> list[Rank
         backend="gloo" if group.over_cpu else "nccl",
         nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
         threads=torch.get_num_threads(),
-        cpus=tuple(sorted(os.sched_getaffinity(0))),
+        cpus=tuple(sorted(usable_cpus())),
         interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address_towards(world.address, world.port)),
         bits=_bits(device),
         clock_s=clocks[group.rank] - clocks[0],

@@ -18,7 +18,7 @@ for the store where the launchers meet.
 from lockstep.launch.agent import AfterFailure, Stops
 from lockstep.launch.diagnosis.error_record import Failure, first_failure
 from lockstep.launch.diagnosis.root_cause import RankExit, failure_line, how_it_ended
-from lockstep.launch.host.child_process import die_with_parent, name_process, without_ignored_hangup
+from lockstep.launch.host.child_process import die_with_parent, name_process, require_linux, without_ignored_hangup
 from lockstep.launch.host.machine import Machine
 from lockstep.launch.job.program import asks_for_help, check_program, show_help
 from lockstep.launch.job.program_sources import mentions_lockstep, own_sources, sources_hash, unread_options
@@ -79,6 +79,7 @@ __all__ = [
     "next_generation",
     "own_sources",
     "ranks_of",
+    "require_linux",
     "show_help",
     "sources_hash",
     "start",

@@ -39,7 +39,7 @@ class NotebookView(Generic[Shown]):
             if self._handle is None:
                 from IPython.display import display  # it is there where such a stream is
 
-                self._handle = display(drawn, raw=True, display_id=True)
+                self._handle = display(drawn, raw=True, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
             else:
                 self._handle.update(drawn, raw=True)
 

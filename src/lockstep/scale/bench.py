@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from lockstep.cpu_affinity import usable_cpus
 from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import plural
 from lockstep.launch import Machine, Module, Script, check_program
@@ -107,7 +108,7 @@ def look(
 
 def measure_round(plan: BenchPlan, start: Start) -> tuple[Records | FailedRun, CpuUse]:
     """One run of one variant, and who used the CPUs meanwhile."""
-    watch = CpuWatch()
+    watch = CpuWatch(usable_cpus())
     run = MeasuredRun(plan.program, start.ranks, start.settings, plan.steps, time_limit_s=plan.time_limit_s)
     outcome = measure(run)
     own_s = 0.0 if isinstance(outcome, FailedRun) else outcome.own_cpu_s

@@ -23,7 +23,16 @@ from typing import Final
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.formatting import duration, plural
-from lockstep.launch import Machine, Module, Script, check_program, import_torch, mentions_lockstep, sources_hash
+from lockstep.launch import (
+    Machine,
+    Module,
+    Script,
+    check_program,
+    import_torch,
+    mentions_lockstep,
+    require_linux,
+    sources_hash,
+)
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategy_kinds import BUILT_IN, kind_of
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
@@ -97,9 +106,10 @@ def verify(plan: VerifyPlan, say: Say = lambda _: None) -> VerifyResult:
         say: is told what goes on, in lines.
 
     Raises:
-        SettingError: if there is no such script, or a strategy does not exist.
+        SettingError: if there is no such script, or a strategy does not exist, or this is not Linux.
         LaunchError: if the script fails as it is, or trains no step.
     """
+    require_linux("one rank needs no launcher: python train.py")
     check_program(plan.program)
     for strategy in plan.strategies:
         if not (kind := kind_of(strategy)).same_bits:

@@ -11,24 +11,9 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from lockstep.cli.bench import bench_options
 from lockstep.cli.other_launchers import INSTEAD
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
-
-
-def test_the_options_of_run_are_the_frozen_ones():
-    """Scripts and other tools rely on them: a new one needs a reason, and one that goes breaks somebody."""
-    options = {option for action in cli.run_options()._actions for option in action.option_strings}
-    frozen = (Path(__file__).parents[2] / "harness" / "options.txt").read_text().split()
-    assert sorted(options) == sorted(frozen)
-    torchruns = {f"--{option[2:].replace('-', '_')}" for option in frozen if option.startswith("--")}
-    assert torchruns <= set(cli.run_options()._option_string_actions), "each is also taken with underscores"
-
-
-def test_the_options_of_bench_are_the_frozen_ones():
-    options = {option for action in bench_options()._actions for option in action.option_strings}
-    assert sorted(options) == sorted((Path(__file__).parents[2] / "harness" / "bench_options.txt").read_text().split())
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])

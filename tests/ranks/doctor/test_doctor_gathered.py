@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from doctor_command import DEADLINE_S, SOURCE, doctor
 from doctor_machines import files, host
 from hosts import hosts, why_not
-from lockstep.cli.doctor import doctor_options
 from lockstep.collectives import pair_rounds
 from lockstep.doctor.host_facts import LARGE, driver_facts, gather_files, gather_host
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
@@ -132,11 +131,6 @@ def test_facts_survive_their_files(tmp_path):
     assert facts.nodes[1].host.gpus == own.host.gpus
     assert "tells the rest" in facts.tested
     assert "did not start" in MachineFacts.read(tmp_path / "none", own, "it failed").tested
-
-
-def test_the_options_of_doctor_are_the_frozen_ones():
-    options = {option for action in doctor_options()._actions for option in action.option_strings}
-    assert sorted(options) == sorted((Path(__file__).parents[2] / "harness" / "doctor_options.txt").read_text().split())
 
 
 @pytest.mark.parametrize(

@@ -93,5 +93,5 @@ def test_the_leader_says_where_they_are_or_that_there_are_none(tmp_path, monkeyp
 
 def test_a_profiler_of_the_scripts_own_is_in_the_way(monkeypatch):
     monkeypatch.setenv("LOCKSTEP_RESUME", "0")
-    with torch.profiler.profile(), pytest.raises(UsageError, match="a profiler of its own"):
+    with torch.profiler.profile(acc_events=True), pytest.raises(UsageError, match="a profiler of its own"):
         trained(None)

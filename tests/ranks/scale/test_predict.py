@@ -299,11 +299,3 @@ def test_no_torch_is_loaded(here):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_options_are_the_frozen_ones():
-    from pathlib import Path
-
-    options = {option for action in predict_options()._actions for option in action.option_strings}
-    frozen = (Path(__file__).parents[2] / "harness" / "predict_options.txt").read_text().split()
-    assert sorted(options) == sorted(frozen)

@@ -139,7 +139,8 @@ def test_what_cannot_be_imported_is_refused(tmp_path):
 
 
 def test_trials_that_failed_before_they_had_all_parameters_are_left_out(tmp_path):
-    study = optuna.create_study(storage=f"sqlite:///{tmp_path / 'study.db'}")
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'study.db'}")
+    study = optuna.create_study(storage=storage)
 
     def objective(trial):
         x = trial.suggest_float("x", 0, 1)
@@ -150,6 +151,8 @@ def test_trials_that_failed_before_they_had_all_parameters_are_left_out(tmp_path
         return x
 
     study.optimize(objective, n_trials=4, catch=(ValueError,))
+    storage.remove_session()
+    storage.engine.dispose()
     assert import_optuna(tmp_path / "study.db", tmp_path / "search") == 3
     assert [(trial.number, trial.state) for trial in load(tmp_path / "search").trials] == [
         (0, "done"), (2, "failed"), (3, "done")

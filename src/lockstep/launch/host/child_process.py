@@ -13,10 +13,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.cpython_private import interpreter_flags
+from lockstep.errors import SettingError
 from lockstep.launch_contract import STOP_SIGNALS
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+
+
+def require_linux(instead: str) -> None:
+    """Check that processes can be started here that end with this one.
+
+    Args:
+        instead: what works on every system.
+
+    Raises:
+        SettingError: if this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise SettingError(f"starting ranks needs Linux, and this system is {sys.platform}; {instead}")
 
 
 def without_ignored_hangup(signals: Iterable[signal.Signals]) -> list[signal.Signals]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from lockstep.cpu_affinity import allotted_cpus
+from lockstep.cpu_affinity import allotted_cpus, usable_cpus
 from lockstep.errors import SettingError
 from lockstep.formatting import format_ranks, plural
 from lockstep.gpu_driver import ask_driver
@@ -27,11 +26,7 @@ class Machine:
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> Self:
         """Ask the operating system and the GPU driver; takes a few milliseconds and touches no GPU."""
-        try:
-            affinity = len(os.sched_getaffinity(0))
-        except AttributeError:  # not on macOS
-            affinity = os.cpu_count() or 1
-        cpus = allotted_cpus(env, affinity=affinity, cpu_max=_cpu_quota())
+        cpus = allotted_cpus(env, affinity=len(usable_cpus()), cpu_max=_cpu_quota())
         present, divided = _driver_gpus()
         gpus = visible(env.get("CUDA_VISIBLE_DEVICES"), present)
         return cls(gpus=min(gpus, 1) if divided else gpus, cpus=cpus)

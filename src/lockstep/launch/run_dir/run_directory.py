@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import resource
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -17,6 +16,7 @@ from typing import Any, Literal, TextIO
 from lockstep.errors import SettingError
 from lockstep.faults import FaultPlan
 from lockstep.formatting import plural, relative_path
+from lockstep.launch.host.child_process import require_linux
 from lockstep.launch.host.machine import Machine, threads_of_rank
 from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, Script, StartMethod, with_option
@@ -194,9 +194,9 @@ def _check_attached(rank: int, ranks: int) -> None:
 
 
 def _start_method(request: Request) -> StartMethod:
+    require_linux("one rank needs no launcher: python train.py")
     # A program that is no Python has no use for torch, which a fork server would import.
-    forks = sys.platform == "linux" and not isinstance(request.program, Executable)
-    return request.start_method or ("fork" if forks else "plain")
+    return request.start_method or ("plain" if isinstance(request.program, Executable) else "fork")
 
 
 def settle(job: Job, *, now: datetime) -> TextIO:

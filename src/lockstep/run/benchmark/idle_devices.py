@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 
+from lockstep.cpu_affinity import usable_cpus
 from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import duration, plural
 from lockstep.run.setup.run_context import RunContext, cpus_of_this_rank
@@ -85,7 +86,7 @@ class IdleDevices:
         if self._is_over:
             return
         if self._watch is None:
-            self._watch, self._began_s, self._own_s = CpuWatch(), self._now(), time.process_time()
+            self._watch, self._began_s, self._own_s = CpuWatch(usable_cpus()), self._now(), time.process_time()
         elif (took := self._now() - self._began_s) >= _WATCH_S:
             self._is_over = True
             text = advice(self._local(), self._watch.used(time.process_time() - self._own_s), took)

@@ -92,7 +92,8 @@ class StepProfiler:
                 "leave one of the two out"
             )
         self._began = step
-        self._profile = profile(activities=self._kinds)
+        # There is one cycle, of which all events are kept in any case; without the word, torch 2.11 warns.
+        self._profile = profile(activities=self._kinds, acc_events=True)
         self._profile.start()
 
     def _mark_step(self) -> None:

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from decimal import Decimal
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +56,8 @@ def export_optuna(
         SettingError: if there is no search, or Optuna is not installed.
     """
     name = study_name or Path(run_dir).resolve().name
-    study_of(read_search(run_dir), _storage(storage), name)
+    with _opened(storage) as opened:
+        study_of(read_search(run_dir), opened, name)
     return name
 
 
@@ -102,8 +103,12 @@ def import_optuna(
         SettingError: if ``run_dir`` holds a search, if there is no such study, if its parameters do not form a space,
             or if Optuna is not installed.
     """
+    with _opened(storage) as opened:
+        return _import(opened, Path(run_dir), study_name)
+
+
+def _import(opened: object, directory: Path, study_name: str | None) -> int:
     optuna = _optuna()
-    opened = _storage(storage)
     names = [summary.study_name for summary in optuna.get_all_study_summaries(opened)]
     if study_name is None and len(names) != 1:
         raise SettingError(f"the storage holds {len(names)} studies ({', '.join(names)}); give the name of one")
@@ -116,11 +121,10 @@ def import_optuna(
     # A trial may have failed before it had asked for all of its parameters.
     frozen = [trial for trial in finished if trial.state.name != "FAIL" or _fits(trial, space)]
     signs = [-1.0 if direction.name == "MAXIMIZE" else 1.0 for direction in study.directions]
-    directory = Path(run_dir)
     records = [record for trial in frozen for record in _records(trial, space, signs)]
     settings = SearchSettings(trials=max(len(frozen), 1), objectives=len(signs))
     if not SearchPlan(space.to_json(), settings.to_json() | {"imported_from": study.study_name}).write(directory):
-        raise SettingError(f"{os.fspath(run_dir)} has a search; give a directory without one")
+        raise SettingError(f"{directory} has a search; give a directory without one")
     with closing(JournalWriter(directory, 0)) as journal, closing(TrialClaims(directory)) as claims:
         for record in records:
             journal.append(record)
@@ -140,19 +144,31 @@ def _optuna() -> ModuleType:
     return optuna
 
 
-def _storage(storage: str | os.PathLike[str] | object) -> str | object:
-    """The storage for Optuna to open; for a path, of the kind that its suffix names."""
-    if not isinstance(storage, str | os.PathLike):
-        return storage
-    path = os.fspath(storage)
-    if "://" in path:
-        return path
-    if Path(path).suffix in (".db", ".sqlite", ".sqlite3"):
-        return f"sqlite:///{path}"
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+@contextmanager
+def _opened(storage: str | os.PathLike[str] | object) -> Iterator[object]:
+    """The storage as one of Optuna's, for a path of the kind that its suffix names; what it opens is closed at the end.
 
-    return JournalStorage(JournalFileBackend(path))
+    Raises:
+        SettingError: if Optuna is not installed.
+    """
+    storages = _optuna().storages
+    if not isinstance(storage, str | os.PathLike):
+        yield storage
+        return
+    path = os.fspath(storage)
+    is_sqlite = Path(path).suffix in (".db", ".sqlite", ".sqlite3")
+    if "://" not in path and not is_sqlite:
+        from optuna.storages.journal import JournalFileBackend
+
+        yield storages.JournalStorage(JournalFileBackend(path))
+        return
+    database = storages.RDBStorage(path if "://" in path else f"sqlite:///{path}")
+    try:
+        yield database
+    finally:
+        # Optuna leaves its connections to the garbage collector, which warns from Python 3.13 on.
+        database.remove_session()
+        database.engine.dispose()
 
 
 def _frozen(optuna: ModuleType, trial: Trial, space: Space, objectives: int) -> FrozenTrial:

@@ -41,6 +41,7 @@ from lockstep.launch import (
     import_torch,
     is_in_use,
     name_process,
+    require_linux,
     watch,
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
@@ -140,6 +141,7 @@ class Driver:
             SettingError: if the workers cannot be started as asked for.
             LaunchError: if no process can be forked.
         """
+        require_linux("one worker of one rank needs no other process: python search.py, without workers=")
         request = self._request
         if not isinstance(request.program, Function):
             check_program(request.program)
