@@ -86,6 +86,8 @@ class BayesianEvolution:
     def observe(self, individuals: Sequence[Individual]) -> None:
         """From now on these are known, and who proposed them gets the reward."""
         for individual in individuals:
+            if individual.number in self._population:  # it comes back from another island
+                continue
             self._population.add([individual])
             is_finite = math.isfinite(individual.losses[0])
             name = individual.operator if individual.operator in MODELS else EVOLUTION

@@ -150,6 +150,18 @@ def test_a_constraint_is_learnt_where_what_violates_it_has_better_losses():
     assert sum(violates > 0.5 for violates, _ in found[-30:]) <= 6
 
 
+def test_who_comes_back_from_another_island_counts_once():
+    random = np.random.default_rng(1)
+    individuals = [Individual(n, SPACE.sample(random), (float(n % 7),), operator="gp of losses") for n in range(40)]
+    once, twice = make_algorithm("gp", SPACE), make_algorithm("gp", SPACE)
+    for algorithm in (once, twice):
+        algorithm.observe(individuals)
+        algorithm.inform([], [], 1e9)
+    twice.forget([3, 4, 5])
+    twice.observe(individuals[3:6])
+    assert once.propose(np.random.default_rng(0)).point == twice.propose(np.random.default_rng(0)).point
+
+
 @pytest.mark.parametrize("trained_s", [0.0, 1e9])
 def test_short_trials_are_left_to_evolution_when_models_have_had_their_time(trained_s):
     algorithm, random = BayesianEvolution(SPACE), np.random.default_rng(1)
