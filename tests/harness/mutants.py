@@ -62,6 +62,8 @@ MEMBERSHIP = "tests/unit/launch/test_membership.py"
 COLLECTIVES = ("tests/unit/collectives", "tests/ranks/collectives")
 DATA = ("tests/unit/data", "tests/ranks/data")
 RUN = ("tests/unit/run", "tests/ranks/run")
+BAYESIAN = "tests/unit/tune/search/test_bayesian.py"
+SEARCHES = "tests/ranks/tune/test_searches.py"
 CHECKPOINT = ("tests/unit/checkpoint", "tests/promises/test_power.py", "tests/ranks/checkpoint")
 
 
@@ -916,6 +918,37 @@ MUTANTS = [
         LOOP,
     ),
     mutant("run/stopping/save_stop.py", "            self._agreement.met()\n", "", "tests/ranks/run/test_stops.py"),
+    # ---- the default search
+    mutant(
+        "tune/search/bayesian.py",
+        "            model = model.supposing(np.array(self._running))",
+        "            pass",
+        BAYESIAN,
+    ),
+    mutant(
+        "tune/search/bayesian.py",
+        "return improvement if chance is None else improvement + chance(candidates)",
+        "return improvement",
+        BAYESIAN,
+    ),
+    mutant(
+        "tune/search/bayesian.py",
+        "return 1.0 if place == 0 else 0.3",
+        "return 0.0 if place == 0 else 0.3",
+        BAYESIAN,
+    ),
+    mutant("tune/search/bayesian.py", "spent_s <= FREE_S", "True or spent_s <= FREE_S", BAYESIAN),
+    mutant("tune/search/bayesian.py", "np.full(len(allowed), -1.0)", "np.full(len(allowed), 1.0)", BAYESIAN),
+    mutant(
+        "tune/search/gaussian_process.py",
+        "distance**2 / 3",
+        "distance**2 / 2",
+        BAYESIAN,
+    ),
+    mutant("tune/search/gaussian_process.py", "gradient[-1] -= quiet", "gradient[-1] += quiet", BAYESIAN),
+    mutant("tune/search/gaussian_process.py", "z * below", "z - below", BAYESIAN),
+    mutant("tune/record/trial_history.py", "self._running.discard(record.number)", "pass", SEARCHES),
+    mutant("tune/workers/breeding.py", 'if trial.state == "failed"', 'if trial.state == "done"', SEARCHES),
 ]
 
 
