@@ -1,7 +1,7 @@
 """How good searches are after few trials: the best loss after 30, 60, 100 and 200, beside other searches.
 
 python benchmarks/tune_few.py --results few.jsonl                # goes on where an earlier run with that file stopped
-python benchmarks/tune_few.py --results few.jsonl --show         # its tables
+python benchmarks/tune_few.py --results few.jsonl --show         # its tables; --page docs/search_measured.md
 python benchmarks/tune_few.py --objectives tuned --rounds 3 --workers 1 --contestants auto "Optuna gp"
 
 All are simulated alike in this process: the workers take turns, each proposes without the results that the others have
@@ -199,53 +199,73 @@ def _key(row: dict[str, Any]) -> tuple[str, str, int, int]:
     return row["objective"], row["contestant"], row["workers"], row["seed"]
 
 
-def shown(rows: list[dict[str, Any]], names: list[str]) -> str:
-    """The tables: ranks by workers and mark, the greatest ratio to the median, and the losses of each objective."""
-    rows = [row for row in rows if row["objective"] in names]
-    best: dict[tuple[str, str, int, int], list[float]] = {}
-    for row in rows:
-        for mark, loss in row["best"].items():
-            best.setdefault((row["objective"], row["contestant"], row["workers"], int(mark)), []).append(loss)
-    medians = {key: statistics.median(found) for key, found in best.items()}
-    counts = sorted({row["workers"] for row in rows})
-    contestants = [name for name in CONTESTANTS if any(row["contestant"] == name for row in rows)]
-    columns = [(workers, mark) for workers in counts for mark in MARKS]
-    head = " | ".join(f"{workers} w, {mark}" for workers, mark in columns)
+class Table:
+    """What the searches found, by objective, contestant, number of workers and mark: medians over the rounds."""
 
-    def field(name: str, workers: int, mark: int) -> list[float]:
-        return [medians[name, who, workers, mark] for who in contestants if (name, who, workers, mark) in medians]
+    def __init__(self, rows: list[dict[str, Any]], names: list[str]) -> None:
+        self._rows, self._names = [row for row in rows if row["objective"] in names], names
+        best: dict[tuple[str, str, int, int], list[float]] = {}
+        for row in self._rows:
+            for mark, loss in row["best"].items():
+                best.setdefault((row["objective"], row["contestant"], row["workers"], int(mark)), []).append(loss)
+        self._medians = {key: statistics.median(found) for key, found in best.items()}
+        met = {row["contestant"] for row in self._rows}
+        self._contestants = [name for name in CONTESTANTS if name in met]
+        self._columns = [
+            (workers, mark) for workers in sorted({row["workers"] for row in self._rows}) for mark in MARKS
+        ]
 
-    ranks, behind = [], []
-    for who in contestants:
-        cells, ratios = [], []
-        for workers, mark in columns:
-            met = [name for name in names if (name, who, workers, mark) in medians]
-            own = {name: medians[name, who, workers, mark] for name in met}
-            places = [
-                sum(0.5 * (other == own[name]) + (other < own[name]) for other in field(name, workers, mark)) + 0.5
-                for name in met
-            ]
-            cells.append(f"{statistics.mean(places):.1f}" if met else "–")
-            worst = [(own[name] / max(statistics.median(field(name, workers, mark)), 1e-9), name) for name in met]
-            ratios.append("{:.2f} ({})".format(*max(worst)) if worst else "–")
-        ranks.append(f"| {who} | {' | '.join(cells)} |")
-        behind.append(f"| {who} | {' | '.join(ratios)} |")
-    tables = ["Mean rank:", "", f"| | {head} |", "|---" * (len(columns) + 1) + "|", *ranks]
-    tables += ["", "The greatest ratio to the median of all:", "", f"| | {head} |", "|---" * (len(columns) + 1) + "|"]
-    tables += [*behind, "", "Medians of the best loss:", "", f"| | workers | after | {' | '.join(contestants)} |"]
-    tables.append("|---" * (len(contestants) + 3) + "|")
-    for name in names:
-        for workers, mark in columns:
-            cells = [
-                f"{medians[name, who, workers, mark]:.3g}" if (name, who, workers, mark) in medians else "–"
-                for who in contestants
-            ]
-            tables.append(f"| {name} | {workers} | {mark} | {' | '.join(cells)} |")
-    cost = [
-        f"{who} {1e3 * statistics.median(row['cpu_s'] for row in rows if row['contestant'] == who):.0f} ms"
-        for who in contestants
-    ]
-    return "\n".join([*tables, "", f"CPU of a trial, the objective's included, median: {', '.join(cost)}."])
+    def summary(self) -> str:
+        """Mean ranks, the greatest ratios to the median of all, rounds and cost."""
+        head = ["", *(f"{workers} w, {mark}" for workers, mark in self._columns)]
+        ranks = [[who, *(self._rank(who, *column) for column in self._columns)] for who in self._contestants]
+        ratios = [[who, *(self._ratio(who, *column) for column in self._columns)] for who in self._contestants]
+        told = [
+            f"{who} {1e3 * statistics.median(row['cpu_s'] for row in own):.0f} ms ({len({row['seed'] for row in own})})"
+            for who in self._contestants
+            for own in [[row for row in self._rows if row["contestant"] == who]]
+        ]
+        return (
+            f"Mean rank over {len(self._names)} objectives:\n\n{_markdown([head, *ranks])}\n\n"
+            f"The greatest ratio of a loss to the median of all:\n\n{_markdown([head, *ratios])}\n\n"
+            f"CPU of a trial, the objective's included (and rounds): {', '.join(told)}."
+        )
+
+    def losses(self) -> str:
+        """The losses themselves."""
+        rows = [
+            [name, str(workers), str(mark), *(self._cell(name, who, workers, mark) for who in self._contestants)]
+            for name in self._names
+            for workers, mark in self._columns
+        ]
+        return _markdown([["", "workers", "after", *self._contestants], *rows])
+
+    def _cell(self, *key: Any) -> str:
+        return f"{self._medians[key]:.3g}" if key in self._medians else "–"
+
+    def _field(self, name: str, workers: int, mark: int) -> list[float]:
+        keys = [(name, who, workers, mark) for who in self._contestants]
+        return [self._medians[key] for key in keys if key in self._medians]
+
+    def _own(self, who: str, workers: int, mark: int) -> dict[str, float]:
+        keys = {name: (name, who, workers, mark) for name in self._names}
+        return {name: self._medians[key] for name, key in keys.items() if key in self._medians}
+
+    def _rank(self, who: str, workers: int, mark: int) -> str:
+        places = [
+            sum(0.5 * (other == loss) + (other < loss) for other in self._field(name, workers, mark)) + 0.5
+            for name, loss in self._own(who, workers, mark).items()
+        ]
+        return f"{statistics.mean(places):.1f}" if places else "–"
+
+    def _ratio(self, who: str, workers: int, mark: int) -> str:
+        own = self._own(who, workers, mark)
+        ratios = [loss / max(statistics.median(self._field(name, workers, mark)), 1e-9) for name, loss in own.items()]
+        return f"{max(ratios):.2f}" if ratios else "–"
+
+
+def _markdown(rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def main() -> None:
@@ -259,6 +279,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--results", type=Path, default=Path("tune_few.jsonl"))
     parser.add_argument("--show", action="store_true", help="only what the file of results holds")
+    parser.add_argument("--page", help="put ranks and ratios into this page, such as docs/search_measured.md")
     asked = parser.parse_args()
     names = [objective.name for objective in (FRESH if asked.objectives == "fresh" else TUNED)]
     rows = [*map(json.loads, asked.results.read_text().splitlines())] if asked.results.exists() else []
@@ -278,7 +299,12 @@ def main() -> None:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
                 print(*_key(row), file=sys.stderr, flush=True)
-    print(shown([row for row in rows if row["contestant"] in asked.contestants], names))
+    table = Table([row for row in rows if row["contestant"] in asked.contestants], names)
+    print(f"{table.summary()}\n\n{table.losses()}")
+    if asked.page:
+        from pages import circumstances, put  # late, for they need torch
+
+        put(asked.page, "tune-few", f"{circumstances()}.\n\n{table.summary()}")
 
 
 if __name__ == "__main__":
