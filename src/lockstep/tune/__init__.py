@@ -31,6 +31,7 @@ __all__ = [
     "StoppingRule",
     "Trial",
     "draw_pictures",
+    "enqueue",
     "export_optuna",
     "has_optuna",
     "import_optuna",
@@ -46,6 +47,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from lockstep.tune.pictures import draw_pictures, has_optuna
+    from lockstep.tune.record.planned_trials import enqueue
     from lockstep.tune.record.search_directory import join_directory, open_directory
     from lockstep.tune.record.trial import Trial
     from lockstep.tune.results.optuna_study import export_optuna, import_optuna
@@ -68,6 +70,7 @@ else:
         "StoppingRule": "stopping",
         "Trial": "record.trial",
         "draw_pictures": "pictures",
+        "enqueue": "record.planned_trials",
         "export_optuna": "results.optuna_study",
         "has_optuna": "pictures",
         "import_optuna": "results.optuna_study",

@@ -33,12 +33,15 @@ class SearchSettings:
     keep_trials: int | None = 5
     inherit_weights: bool = False
     time_limit_s: float | None = None
+    enqueue: tuple[Mapping[str, object], ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("trials", 1), ("seed", 0), ("objectives", 1), ("retries", 0), ("keep_trials", 0)):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise SettingError(f"{name}={value!r}: give a whole number, at least {least}")
+        if len(self.enqueue) > self.trials:
+            raise SettingError(f"enqueue gives {len(self.enqueue)} trials, and the search has trials={self.trials}")
         if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
             raise SettingError(f"time_limit_s={self.time_limit_s}: give seconds, more than 0")
 
@@ -53,8 +56,11 @@ class SearchSettings:
         return type(self)(**{**{one.name: getattr(self, one.name) for one in fields(self)}, **given})
 
     def to_json(self) -> dict[str, Any]:
-        """The settings as JSON; an algorithm or a rule that is an object becomes its ``repr``."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self)}
+        """The settings as JSON; an algorithm or a rule that is an object becomes its ``repr``.
+
+        What is enqueued is left out: it is bound to trials.
+        """
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "enqueue"}
         for name in ("algorithm", "stopping"):
             value = plain[name]
             plain[name] = value if value is None or isinstance(value, str) else repr(value)

@@ -53,6 +53,7 @@ def tune(
     inherit_weights: bool = False,
     time_limit_s: float | None = None,
     hang_after_s: float | None = None,
+    enqueue: Sequence[Mapping[str, object]] = (),
 ) -> SearchResult:
     """Search ``space`` for the parameters with which ``objective`` returns the lowest loss. Collective.
 
@@ -92,6 +93,8 @@ def tune(
         inherit_weights: a trial begins with the weights of the first of its parents that has a checkpoint.
         time_limit_s: seconds after which no trial begins; trials that run then are finished.
         hang_after_s: seconds without progress after which a trial counts as hanging; None: chosen from its pace.
+        enqueue: parameters of trials to evaluate first, such as ``[{"lr": 0.1}]``. The algorithm chooses those that
+            are not given. When the search is resumed, what is new here is evaluated next.
 
     Returns:
         The result, with all trials.
@@ -115,7 +118,10 @@ def tune(
         keep_trials=keep_trials,
         inherit_weights=inherit_weights,
         time_limit_s=time_limit_s,
+        enqueue=tuple(enqueue),
     )
+    for params in settings.enqueue:
+        searched.check_some(params)
     world = World.from_env(os.environ)
     if (told := os.environ.get(SEARCH)) is not None:
         return _as_worker(objective, searched, settings, world, json.loads(told))

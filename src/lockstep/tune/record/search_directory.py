@@ -23,6 +23,7 @@ from lockstep.errors import SettingError
 from lockstep.records import of_kind, read_object
 from lockstep.small_files import create_text, replace_text
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
+from lockstep.tune.record.planned_trials import enqueue
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
 
@@ -86,7 +87,7 @@ class SearchDirectory:
         return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
 
     def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, object]) -> None:
-        """Write the space and the settings, or compare them with those that were written before.
+        """Write the space, the settings and what is enqueued, or compare them with those that were written before.
 
         Args:
             space: what is searched.
@@ -101,6 +102,7 @@ class SearchDirectory:
         written = settings.to_json() | {"workers": workers, "options": dict(options)}
         plan = SearchPlan(space.to_json(), written)
         if SearchPlan.read(self.path) is None and plan.write(self.path):
+            enqueue(self.path, settings.enqueue, again=False)
             return
         before = SearchPlan.read(self.path)
         assert before is not None, "it was there, or was written"
@@ -117,6 +119,7 @@ class SearchDirectory:
                 )
         if before.settings != json.loads(json.dumps(written)):
             plan.replace(self.path)
+        enqueue(self.path, settings.enqueue, again=False)
 
     def options(self) -> Mapping[str, Any]:
         """What the command line says of the settings of the search that runs here; waits until that has begun."""

@@ -7,9 +7,11 @@ another worker takes them over.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +57,16 @@ class TrialClaims:
                 return False
             self._write(number, worker)
             return True
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Within, no trial is claimed; gives how many are.
+
+        Raises:
+            SettingError: on a file system without locks.
+        """
+        with _Locked(self._file):
+            yield os.fstat(self._file).st_size // _RECORD
 
     def owners(self) -> tuple[int | None, ...]:
         """The worker of each trial, by number; None where the record is damaged, and the journal has to say."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import SettingError
-from lockstep.tune.search.dimensions import Choice, Dimension, Float, Int, decoded, dimension_of, encoded, snapped
+from lockstep.formatting import did_you_mean
+from lockstep.tune.search.dimensions import (
+    Choice,
+    Dimension,
+    Float,
+    Int,
+    decoded,
+    dimension_of,
+    encoded,
+    snapped,
+    values_of_word,
+)
 from lockstep.tune.search.individual import Point
 
 
@@ -104,6 +116,78 @@ class Space:
                 f"params={dict(params)}: the space has no {', '.join(unknown)} at these values; leave it out"
             )
         return tuple(point)
+
+    def complete(self, params: Mapping[str, object], point: Point, random: np.random.Generator) -> Point:
+        """The point of ``params``, with the genes of ``point`` for those that are not given.
+
+        A dimension that ``params`` opens and ``point`` does not have is drawn uniformly.
+
+        Raises:
+            SettingError: as `check_some` does.
+        """
+        self.check_some(params)
+        had, drawn = self.active(point), random.random(len(self)) * self.widths
+        found: list[float] = []
+        active: list[bool] = []
+        for index, gene in enumerate(self.genes):
+            active.append(_exists(gene, found, active))
+            if active[-1] and gene.name in params:
+                found.append(gene.dimension.gene(params[gene.name]))
+            else:
+                found.append(point[index] if had[index] else float(drawn[index]))
+        return self.snap(found)
+
+    def check_some(self, params: Mapping[str, object]) -> None:
+        """Check parameters that need not be all: each is in its dimension, and exists whatever the others are.
+
+        Raises:
+            SettingError: if that is not so.
+        """
+        certain: list[bool] = []  # of each gene, that it exists
+        used = set()
+        for gene in self.genes:
+            opener = None if gene.opened_by is None else self.genes[gene.opened_by[0]]
+            certain.append(
+                gene.opened_by is None
+                or (
+                    opener is not None
+                    and certain[gene.opened_by[0]]
+                    and opener.name in params
+                    and opener.dimension.gene(params[opener.name]) == gene.opened_by[1]
+                )
+            )
+            if certain[-1] and gene.name in params:
+                gene.dimension.gene(params[gene.name])
+                used.add(gene.name)
+        for name in params:
+            if name not in used:
+                raise SettingError(f"params={dict(params)}: {self._why_not(name)}")
+
+    def _why_not(self, name: str) -> str:
+        for gene in self.genes:
+            if gene.name == name and gene.opened_by is not None:
+                opener = self.genes[gene.opened_by[0]]
+                return f"{name} exists only with {opener.name}={opener.dimension.value(gene.opened_by[1])!r}; give that"
+        return f"the space has no {name}; {did_you_mean(name, [gene.name for gene in self.genes])}"
+
+    def params_of_words(self, text: str) -> dict[str, Any]:
+        """The parameters that ``text`` gives as ``NAME=VALUE,NAME=VALUE``; not all of the space need be there.
+
+        Raises:
+            SettingError: if that cannot be read as values of this space.
+        """
+        params: dict[str, Any] = {}
+        for word in re.split(r",(?=[^,=]+=)", text):
+            name, sign, value = word.partition("=")
+            if not sign or not name or name in params:
+                raise SettingError(f"{text!r}: write NAME=VALUE,NAME=VALUE, each name once")
+            genes = [gene for gene in self.genes if gene.name == name]
+            if not genes:
+                raise SettingError(f"{text!r}: {self._why_not(name)}")
+            # Several values of a choice may open dimensions of one name; what is a value of none, `check_some` refuses.
+            params[name] = next((found for gene in genes for found in values_of_word(gene.dimension, value)), value)
+        self.check_some(params)
+        return params
 
     def active(self, point: Point) -> tuple[bool, ...]:
         """Which dimensions exist at ``point``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -51,6 +51,7 @@ class Breeding:
         workers: int,
     ) -> None:
         self.island: Final = islands.island_of(worker)
+        self._space: Final = space
         self._islands, self._seed, self._worker, self._workers = islands, seed, worker, workers
         spec = islands.algorithm_of(self.island) if algorithm is None else algorithm
         here = max(1, len(islands.workers_of(self.island, workers)))
@@ -80,6 +81,10 @@ class Breeding:
         points = [trial.point for trial in running if trial.island == self.island]
         self._algorithm.inform(points, self._failed, self._trained_s)
         return self._algorithm.propose(self._random(number, 0))
+
+    def complete(self, number: int, params: Mapping[str, object], point: Point) -> Point:
+        """The point of the trial ``number`` with ``params``, and else that of its proposal."""
+        return self._space.complete(params, point, self._random(number, 2))
 
     def plan_moves(self, number: int) -> tuple[Move, ...]:
         """The moves between islands after this worker's trial ``number``, which `learn` was called with."""

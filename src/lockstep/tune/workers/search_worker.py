@@ -17,16 +17,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.errors import SettingError
 from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
 from lockstep.tune.record.journal import JournalReader, JournalWriter
+from lockstep.tune.record.planned_trials import PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
-from lockstep.tune.search import Move, Point, Space
+from lockstep.tune.search import Move, Point, Proposal, Space
 from lockstep.tune.search.pareto import front_of
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import make_stopping
@@ -88,6 +90,7 @@ class SearchWorker:
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
             self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
             self._open: Final = stack.pop_all()
+        self._planned: Final = PlannedTrials(directory.path, self._claims)
         self._history: Final = TrialHistory()
         self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
         self._learnt: list[int] = []  # those that it has been given, in their order
@@ -223,7 +226,7 @@ class SearchWorker:
         self._learn()
         # Of a beginning with other parameters, which no journal knows any more: its checkpoints are not this trial's.
         shutil.rmtree(self._directory.trial(number), ignore_errors=True)
-        proposal = self._breeding.propose(number, self._history.running())
+        proposal = self._proposal(number)
         inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
         order = TrialOrder(number, 1, proposal.point, inherits)
         self._began_s = self._now()
@@ -242,6 +245,15 @@ class SearchWorker:
             )
         )
         return order
+
+    def _proposal(self, number: int) -> Proposal:
+        planned = self._planned.by_number().get(number)
+        if planned is None:
+            return self._breeding.propose(number, self._history.running())
+        with contextlib.suppress(SettingError):  # where not all parameters are given
+            return Proposal(self._space.point(planned.params), (), "enqueued")
+        chosen = self._breeding.propose(number, self._history.running()).point
+        return Proposal(self._breeding.complete(number, planned.params, chosen), (), "enqueued")
 
     def _go_on_with(self, number: int) -> TrialOrder | None:
         """Another attempt at the trial ``number``, which this worker has claimed; None if it has ended, or does now."""
