@@ -38,9 +38,7 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 def wants_results(parsed: argparse.Namespace) -> bool:
     """Whether one of these options was given."""
-    return bool(
-        parsed.show or parsed.json or parsed.pictures or parsed.to_optuna or parsed.from_optuna or parsed.enqueue
-    )
+    return any((parsed.show, parsed.json, parsed.pictures, parsed.to_optuna, parsed.from_optuna, parsed.enqueue))
 
 
 def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:

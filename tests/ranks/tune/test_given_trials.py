@@ -3,13 +3,13 @@
 import random
 
 import pytest
+from test_kills import DEADLINE_S, ends, kill_something
 
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import SettingError
 from lockstep.tune import Choice, Float, Int, enqueue, load
 from searches import search_quickly, started
-from test_kills import DEADLINE_S, ends, kill_something
 from waiting import wait_until
 
 SPACE = {
