@@ -83,6 +83,13 @@ def tune_options() -> Parser:
     search.add_argument(
         "--keep-trials", type=int, metavar="N", help="number of the best trials that keep checkpoints (default: 5)"
     )
+    search.add_argument(
+        "--from",
+        dest="warm_start",
+        action="append",
+        metavar="RUN[:NAME=VALUE,...]",
+        help="begin from the trials of another search; several times: of several",
+    )
     search.add_argument("--time-limit", metavar="TIME", help="no trial begins after that time, such as '2 h'")
     files = parser.add_argument_group("files")
     files.add_argument("--run-dir", metavar="DIR", help="directory of the search (default: a new one under runs/)")
@@ -169,6 +176,10 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
         if span.unit != "second":
             raise SettingError(f"--time-limit {parsed.time_limit}: give a time, such as '2 h' or '90 min'")
         given["time_limit_s"] = span.every
+    if parsed.warm_start is not None:
+        from lockstep.tune.start_search import absolute_sources
+
+        given["warm_start"] = list(absolute_sources(parsed.warm_start))
     return given
 
 

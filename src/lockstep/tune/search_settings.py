@@ -34,6 +34,7 @@ class SearchSettings:
     inherit_weights: bool = False
     time_limit_s: float | None = None
     enqueue: tuple[Mapping[str, object], ...] = ()
+    warm_start: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("trials", 1), ("seed", 0), ("objectives", 1), ("retries", 0), ("keep_trials", 0)):
@@ -53,14 +54,17 @@ class SearchSettings:
                 **{one.name: getattr(self.islands, one.name) for one in fields(Islands) if one.name in _OF_ISLANDS},
                 count=given["islands"],
             )
+        if "warm_start" in given:
+            given["warm_start"] = tuple(given["warm_start"])
         return type(self)(**{**{one.name: getattr(self, one.name) for one in fields(self)}, **given})
 
     def to_json(self) -> dict[str, Any]:
         """The settings as JSON; an algorithm or a rule that is an object becomes its ``repr``.
 
-        What is enqueued is left out: it is bound to trials.
+        What is enqueued or known from other searches is left out: it has files of its own.
         """
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "enqueue"}
+        apart = ("enqueue", "warm_start")
+        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in apart}
         for name in ("algorithm", "stopping"):
             value = plain[name]
             plain[name] = value if value is None or isinstance(value, str) else repr(value)

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
 from lockstep.tune.record.search_directory import SearchDirectory, open_directory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import SearchResult, load
+from lockstep.tune.results.summary import warm_start_lines
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import StoppingRule
@@ -54,6 +55,7 @@ def tune(
     time_limit_s: float | None = None,
     hang_after_s: float | None = None,
     enqueue: Sequence[Mapping[str, object]] = (),
+    warm_start: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
 ) -> SearchResult:
     """Search ``space`` for the parameters with which ``objective`` returns the lowest loss. Collective.
 
@@ -95,6 +97,9 @@ def tune(
         hang_after_s: seconds without progress after which a trial counts as hanging; None: chosen from its pace.
         enqueue: parameters of trials to evaluate first, such as ``[{"lr": 0.1}]``. The algorithm chooses those that
             are not given. When the search is resumed, what is new here is evaluated next.
+        warm_start: the directory of another search, or of several, whose trials the algorithm knows from the beginning,
+            as far as they are in the space. With ``"runs/old:momentum=0.9"`` that is the value of a parameter that its
+            trials do not have.
 
     Returns:
         The result, with all trials.
@@ -119,6 +124,7 @@ def tune(
         inherit_weights=inherit_weights,
         time_limit_s=time_limit_s,
         enqueue=tuple(enqueue),
+        warm_start=absolute_sources((warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start),
     )
     for params in settings.enqueue:
         searched.check_some(params)
@@ -130,6 +136,11 @@ def tune(
         directory = open_directory(run_dir, "search", datetime.now(), resume=resume, fresh=fresh)
         return _start_workers(objective, searched, settings, directory, sizes, hang_after_s)
     return _alone(objective, searched, settings, world, run_dir, resume=resume, fresh=fresh)
+
+
+def absolute_sources(given: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """The searches to begin from, as every process of a search reads them."""
+    return tuple(os.path.abspath(source) for source in given)
 
 
 def _sizes(workers: int | None, ranks_per_worker: int | Sequence[int]) -> tuple[int, ...] | None:
@@ -245,6 +256,8 @@ def _evaluate(
         leader: SearchWorker | None = None
         if world.leads:
             directory.begin(space, settings, workers, options)
+            if SEARCH not in os.environ:
+                sys.stderr.write("".join(f"{line}\n" for line in warm_start_lines(directory.settings())))
             leader = SearchWorker(
                 directory,
                 worker,

@@ -1,6 +1,9 @@
 """Trials that users give by hand, or bring from other searches: each is evaluated once, whatever is killed."""
 
+import os
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from test_kills import DEADLINE_S, ends, kill_something
@@ -8,7 +11,9 @@ from test_kills import DEADLINE_S, ends, kill_something
 import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import SettingError
-from lockstep.tune import Choice, Float, Int, enqueue, load
+from lockstep.tune import Choice, Float, Int, draw_pictures, enqueue, load
+from lockstep.tune.results.summary import show
+from lockstep.tune.search.algorithms import ALGORITHM_WORDS
 from searches import search_quickly, started
 from waiting import wait_until
 
@@ -100,3 +105,86 @@ def test_what_is_enqueued_while_workers_are_killed_is_evaluated_once(tmp_path):
     found = given(load(run_dir))
     assert sorted(params["x"] for params in found.values()) == pytest.approx(wanted, abs=1e-12)
     assert list(found)[:4] == [0, 1, 2, 3]
+
+
+NEW = {"x": Float(-0.5, 0.5), "kind": Choice(None, ("b", 2)), "momentum": Float(0, 0.9)}
+
+
+def told(result):
+    return [(trial.number, trial.point, trial.losses, trial.operator, trial.parents) for trial in result.trials]
+
+
+def new_loss_of(params):
+    return params["x"] ** 2 + params["momentum"]
+
+
+def test_a_search_begins_from_what_another_has_found(capfd):
+    old = lockstep.tune(loss_of, SPACE, trials=60, algorithm="random", run_dir="old")
+    fits = [t for t in old.trials if abs(t.params["x"]) <= 0.5 and t.params["kind"] != "a"]
+    others = {"warm_start": "old:momentum=0.25", "algorithm": "propulate"}
+    whole = lockstep.tune(new_loss_of, NEW, trials=9, run_dir="a", **others)
+    said = capfd.readouterr().err
+    assert f"old:momentum=0.25: {len(fits)} trials (not " in said
+    assert "kind is not in the new space" in said
+    assert "x is not in the new space" in said
+    assert [trial.number for trial in whole.trials] == list(range(9))
+    assert whole.counts["done"] == 9
+    # Bred from the beginning, from individuals with negative numbers: else the first eight are uniform points.
+    assert sum(trial.operator == "uniform" for trial in whole.trials) < 5
+    assert any(parent < 0 for trial in whole.trials for parent in trial.parents)
+    assert f"known from {os.path.abspath('old:momentum=0.25')}: {len(fits)} trials" in show(whole.record, 300)
+    # Killed after any trial it goes on with the same, also where the other search is gone.
+    lockstep.tune(new_loss_of, NEW, trials=3, run_dir="b", **others)
+    Path("old").rename("gone")
+    parts = lockstep.tune(new_loss_of, NEW, trials=9, run_dir="b", algorithm="propulate", resume=True)
+    assert told(parts) == told(whole)
+    assert len(draw_pictures(whole.record, "pictures")) > 3
+    with pytest.raises(SettingError, match="is asked to go on with those of"):
+        lockstep.tune(new_loss_of, NEW, trials=9, run_dir="b", warm_start="gone", resume=True)
+
+
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHM_WORDS if name != "optuna-cma-es"])
+def test_every_algorithm_takes_what_others_have_found(algorithm):
+    space = {"x": Float(-1, 1), "y": Float(-1, 1)}
+    lockstep.tune(lambda p: p["x"] ** 2 + p["y"] ** 2, space, trials=30, algorithm="random", run_dir="old")
+    found = lockstep.tune(
+        lambda p: p["x"] ** 2 + p["y"] ** 2, space, trials=15, algorithm=algorithm, warm_start=["old"], run_dir="a"
+    )
+    assert found.counts["done"] == 15
+
+
+def test_what_cannot_be_begun_from_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for source, why in (("nowhere", "no such directory"), ("empty", "holds no search")):
+        with pytest.raises(SettingError, match=why):
+            lockstep.tune(loss_of, SPACE, trials=1, warm_start=source, run_dir=f"from-{source}")
+    with pytest.raises(SettingError, match=r"momentum.*did you mean|no number from 0 to 0.9"):
+        lockstep.tune(loss_of, SPACE, trials=1, warm_start="empty:momentum=7", run_dir="a")
+
+
+SCRIPT = """
+import lockstep
+from lockstep.tune import Float
+
+if __name__ == "__main__":
+    lockstep.tune(lambda p: p["x"] ** 2, {"x": Float(-1, 1)}, trials=5)
+"""
+
+
+def on_command_line(*words):
+    sys.exit(main(["tune", *words]))
+
+
+def test_the_command_line_begins_from_other_searches(tmp_path, capfd):
+    (tmp_path / "search.py").write_text(SCRIPT)
+    lockstep.tune(lambda p: p["x"] ** 2, {"x": Float(-2, 2)}, trials=40, algorithm="random", run_dir="old")
+    options = ("--workers", "2", "--algorithm", "propulate", "--run-dir", "a")
+    search = started(on_command_line, *options, "--from", "old", "search.py")
+    search.join(DEADLINE_S)
+    assert search.exitcode == 0
+    assert f"known from {tmp_path / 'old'}: " in capfd.readouterr().err
+    assert any(parent < 0 for trial in load("a").trials for parent in trial.parents)
+    again = started(on_command_line, *options, "--resume", "--trials", "9", "--from", "old", "search.py")
+    again.join(DEADLINE_S)
+    assert again.exitcode == 0
+    assert len(load("a").trials) == 9

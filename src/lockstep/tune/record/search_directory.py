@@ -24,6 +24,7 @@ from lockstep.records import of_kind, read_object
 from lockstep.small_files import create_text, replace_text
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.record.planned_trials import enqueue
+from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
 
@@ -97,9 +98,12 @@ class SearchDirectory:
 
         Raises:
             SettingError: if the directory holds a search over another space, or with another seed or number of
-                objectives.
+                objectives, or was begun with the trials of other searches.
         """
         written = settings.to_json() | {"workers": workers, "options": dict(options)}
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if told := WarmStart.begin(self.path, space, settings.objectives, settings.warm_start).told:
+            written["warm_start"] = {source: dict(found) for source, found in told.items()}
         plan = SearchPlan(space.to_json(), written)
         if SearchPlan.read(self.path) is None and plan.write(self.path):
             enqueue(self.path, settings.enqueue, again=False)
@@ -126,6 +130,11 @@ class SearchDirectory:
         while (plan := SearchPlan.read(self.path)) is None and self.is_alive():
             time.sleep(_LOOK_S)
         return {} if plan is None else plan.settings.get("options", {})
+
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the search that has begun here, as they are written."""
+        plan = SearchPlan.read(self.path)
+        return {} if plan is None else plan.settings
 
     def finish(self, worker: int, log_bytes: int) -> bool:
         """Record that all trials have ended; returns whether this worker is the first that records it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lockstep.formatting import duration, harmless, plural
 from lockstep.tune.record.journal import SearchRecord
@@ -18,7 +19,7 @@ _FRONT = 20
 def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
     """Counts, the best trial, the ``top`` trials of each island, reasons of failures; lines have at most ``width``."""
     result = SearchResult(record)
-    lines = [counts_of(record)]
+    lines = [counts_of(record), *warm_start_lines(record.settings)]
     if best := result.top(1):
         lines += ["", f"best: trial {best[0].number}, {_losses(best[0])}{_where(best[0])}"]
         name_width = max((len(name) for name in best[0].params), default=0)
@@ -53,6 +54,15 @@ def counts_of(record: SearchRecord) -> str:
     if record.trials:
         words += [duration(elapsed_s(record)), f"{duration(result.rank_hours * 3600)} of ranks"]
     return " | ".join(words)
+
+
+def warm_start_lines(settings: Mapping[str, Any]) -> list[str]:
+    """For each search that this one began from, how many of its trials are known here, and why the others are not."""
+    lines = []
+    for source, told in settings.get("warm_start", {}).items():
+        others = "; ".join(f"{number} {reason}" for reason, number in told.items() if reason != "used")
+        lines.append(f"known from {source}: {plural(told['used'], 'trial')}{f' (not {others})' if others else ''}")
+    return lines
 
 
 def elapsed_s(record: SearchRecord) -> float:

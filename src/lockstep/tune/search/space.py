@@ -93,8 +93,12 @@ class Space:
             if exists
         }
 
-    def point(self, params: Mapping[str, object]) -> Point:
+    def point(self, params: Mapping[str, object], *, with_others: bool = False) -> Point:
         """The point of ``params``: ``params(point(p))`` is ``p``, floats up to rounding (1e-15 of their range).
+
+        Args:
+            params: the parameters by name.
+            with_others: there may be some that the space does not have.
 
         Raises:
             SettingError: if one is missing, unknown or outside of its dimension.
@@ -111,7 +115,7 @@ class Space:
                 raise SettingError(f"params={dict(params)}: {gene.name} is missing; give it, of {gene.dimension}")
             used.add(gene.name)
             point.append(gene.dimension.gene(params[gene.name]))
-        if unknown := [name for name in params if name not in used]:
+        if not with_others and (unknown := [name for name in params if name not in used]):
             raise SettingError(
                 f"params={dict(params)}: the space has no {', '.join(unknown)} at these values; leave it out"
             )
@@ -184,9 +188,10 @@ class Space:
             genes = [gene for gene in self.genes if gene.name == name]
             if not genes:
                 raise SettingError(f"{text!r}: {self._why_not(name)}")
-            # Several values of a choice may open dimensions of one name; what is a value of none, `check_some` refuses.
+            # Several values of a choice may open dimensions of one name.
             params[name] = next((found for gene in genes for found in values_of_word(gene.dimension, value)), value)
-        self.check_some(params)
+            if len(genes) == 1:
+                genes[0].dimension.gene(params[name])
         return params
 
     def active(self, point: Point) -> tuple[bool, ...]:

@@ -49,6 +49,7 @@ from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.live_views import choose_search_view, watch_search
 from lockstep.tune.results.result import SearchResult
+from lockstep.tune.results.summary import warm_start_lines
 
 #: A worker whose ranks fail this often in a row before they begin a trial is not started again.
 _FAILED_STARTS = 3
@@ -130,6 +131,7 @@ class Driver:
         self._codes: dict[WorkerSpec, int] = {}  # of workers that have ended
         self._stops = Stops()
         self._forwarded = 0
+        self._has_begun = False  # as far as is shown
         self._began_s = time.time()
         self._view = choose_search_view(err, os.environ)
 
@@ -188,6 +190,10 @@ class Driver:
             if cut.at_s >= self._began_s:  # in a search that goes on, others were told before
                 self._view.line(f"trial {cut.number}, attempt {cut.attempt}: {cut.reason}; it is tried again")
         if record is not None:
+            if not self._has_begun:
+                self._has_begun = True
+                for line in warm_start_lines(record.settings):
+                    self._view.line(line)
             self._view.show(record)
 
     def _start(self, spec: WorkerSpec) -> None:

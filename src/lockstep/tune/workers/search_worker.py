@@ -26,6 +26,7 @@ from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, 
 from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Proposal, Space
@@ -84,6 +85,7 @@ class SearchWorker:
         self._space, self._settings, self._death = space, settings, death
         self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
         self._stopping = make_stopping(settings.stopping)
+        self._warm_start: Final = WarmStart.read(directory.path)
         self._breeding = self._new_breeding()
         with contextlib.ExitStack() as stack:
             self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
@@ -220,6 +222,7 @@ class SearchWorker:
             seed=settings.seed,
             worker=self._worker,
             workers=self._workers,
+            known=self._warm_start.individuals(),
         )
 
     def _begin(self, number: int) -> TrialOrder:
