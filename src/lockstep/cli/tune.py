@@ -32,6 +32,8 @@ _OPTIONS = {
     "stopping": "stopping",
     "retries": "retries",
     "keep_trials": "keep_trials",
+    "patience": "patience",
+    "min_improvement": "min_improvement",
 }
 
 
@@ -82,6 +84,12 @@ def tune_options() -> Parser:
     )
     search.add_argument(
         "--keep-trials", type=int, metavar="N", help="number of the best trials that keep checkpoints (default: 5)"
+    )
+    search.add_argument(
+        "--patience", type=int, metavar="N", help="no trial begins once N trials have not improved the best loss"
+    )
+    search.add_argument(
+        "--min-improvement", type=float, metavar="X", help="part of the loss that counts as one, such as 0.01"
     )
     search.add_argument(
         "--from",

@@ -33,14 +33,23 @@ class SearchSettings:
     keep_trials: int | None = 5
     inherit_weights: bool = False
     time_limit_s: float | None = None
+    patience: int | None = None
+    min_improvement: float = 0.0
     enqueue: tuple[Mapping[str, object], ...] = ()
     warm_start: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("trials", 1), ("seed", 0), ("objectives", 1), ("retries", 0), ("keep_trials", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value < least):
                 raise SettingError(f"{name}={value!r}: give a whole number, at least {least}")
+        if not 0 <= self.min_improvement < math.inf:
+            raise SettingError(f"min_improvement={self.min_improvement}: give a part of the loss, such as 0.01")
+        if self.patience is not None and self.objectives > 1:
+            raise SettingError(
+                f"patience={self.patience} asks when the loss has improved, and the objective has {self.objectives} "
+                "losses; leave it out"
+            )
         if len(self.enqueue) > self.trials:
             raise SettingError(f"enqueue gives {len(self.enqueue)} trials, and the search has trials={self.trials}")
         if self.time_limit_s is not None and not 0 < self.time_limit_s < math.inf:
@@ -71,5 +80,7 @@ class SearchSettings:
         return {**plain, "islands": asdict(self.islands)}
 
 
+#: Of each whole number, the least that can be used.
+_LEAST = {"trials": 1, "seed": 0, "objectives": 1, "retries": 0, "keep_trials": 0, "patience": 1}
 #: Fields of `Islands` that do not depend on the number of islands.
 _OF_ISLANDS = ("migration", "pollination", "emigrants", "immigrants")

@@ -54,6 +54,8 @@ def tune(
     inherit_weights: bool = False,
     time_limit_s: float | None = None,
     hang_after_s: float | None = None,
+    patience: int | None = None,
+    min_improvement: float = 0.0,
     enqueue: Sequence[Mapping[str, object]] = (),
     warm_start: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
 ) -> SearchResult:
@@ -95,6 +97,10 @@ def tune(
         inherit_weights: a trial begins with the weights of the first of its parents that has a checkpoint.
         time_limit_s: seconds after which no trial begins; trials that run then are finished.
         hang_after_s: seconds without progress after which a trial counts as hanging; None: chosen from its pace.
+        patience: no trial begins once the best loss has not improved in so many trials that have ended one after the
+            other; None: all ``trials`` are evaluated. A search that has ended so goes on with a larger number.
+        min_improvement: by which part of the best loss a loss must be lower to count as an improvement for
+            ``patience``, such as 0.01.
         enqueue: parameters of trials to evaluate first, such as ``[{"lr": 0.1}]``. The algorithm chooses those that
             are not given. When the search is resumed, what is new here is evaluated next.
         warm_start: the directory of another search, or of several, whose trials the algorithm knows from the beginning,
@@ -123,6 +129,8 @@ def tune(
         keep_trials=keep_trials,
         inherit_weights=inherit_weights,
         time_limit_s=time_limit_s,
+        patience=patience,
+        min_improvement=min_improvement,
         enqueue=tuple(enqueue),
         warm_start=absolute_sources((warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start),
     )

@@ -41,7 +41,7 @@ class TrialClaims:
         """
         with _Locked(self._file):
             # A record that a crash has cut short is no claim: its number was not returned.
-            number = os.fstat(self._file).st_size // _RECORD
+            number = self.count()
             if number >= most:
                 return None
             self._write(number, worker)
@@ -66,7 +66,11 @@ class TrialClaims:
             SettingError: on a file system without locks.
         """
         with _Locked(self._file):
-            yield os.fstat(self._file).st_size // _RECORD
+            yield self.count()
+
+    def count(self) -> int:
+        """How many trials are claimed."""
+        return os.fstat(self._file).st_size // _RECORD
 
     def owners(self) -> tuple[int | None, ...]:
         """The worker of each trial, by number; None where the record is damaged, and the journal has to say."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.formatting import duration, harmless, plural
+from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import SearchRecord
 from lockstep.tune.record.trial import Trial
 from lockstep.tune.results.result import SearchResult
@@ -19,7 +20,7 @@ _FRONT = 20
 def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
     """Counts, the best trial, the ``top`` trials of each island, reasons of failures; lines have at most ``width``."""
     result = SearchResult(record)
-    lines = [counts_of(record), *warm_start_lines(record.settings)]
+    lines = [counts_of(record), *progress_lines(record), *warm_start_lines(record.settings)]
     if best := result.top(1):
         lines += ["", f"best: trial {best[0].number}, {_losses(best[0])}{_where(best[0])}"]
         name_width = max((len(name) for name in best[0].params), default=0)
@@ -56,6 +57,23 @@ def counts_of(record: SearchRecord) -> str:
     return " | ".join(words)
 
 
+def progress_lines(record: SearchRecord) -> list[str]:
+    """When the search has last improved and by how much, and whether that has ended it."""
+    patience, least = record.settings.get("patience"), record.settings.get("min_improvement", 0.0)
+    counted, any_gain = Improvements(least), Improvements()
+    for improvements in (counted, any_gain):
+        improvements.add(record.trials)
+    lines = []
+    if (best := any_gain.best) is not None and best.ended_at_s is not None:
+        before = "" if any_gain.before is None else f"from {_value(any_gain.before.loss)} "
+        ago, since = duration(max(last_s(record) - best.ended_at_s, 0.0)), plural(any_gain.since, "trial")
+        lines.append(f"last improvement: trial {best.number}, {before}to {_value(best.loss)}, {ago} and {since} ago")
+    if patience is not None and counted.longest >= patience:
+        by = f" of more than {least:.3g} of the loss" if least else ""
+        lines.append(f"ended: no improvement{by} in {plural(patience, 'trial')}")
+    return lines
+
+
 def warm_start_lines(settings: Mapping[str, Any]) -> list[str]:
     """For each search that this one began from, how many of its trials are known here, and why the others are not."""
     lines = []
@@ -67,9 +85,14 @@ def warm_start_lines(settings: Mapping[str, Any]) -> list[str]:
 
 def elapsed_s(record: SearchRecord) -> float:
     """Seconds from the first trial's begin to the newest record of a trial, pauses between resumes included."""
-    last = [trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.trials]
     began = min((trial.began_at_s for trial in record.trials), default=0.0)
-    return max(max(last, default=0.0) - began, 0.0)
+    return max(last_s(record) - began, 0.0)
+
+
+def last_s(record: SearchRecord) -> float:
+    """When the newest record of a trial was written, in seconds since 1970."""
+    last = (trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.trials)
+    return max(last, default=0.0)
 
 
 def _table(trials: Sequence[Trial]) -> list[str]:

@@ -20,6 +20,7 @@ from lockstep.checkpoint import list_checkpoints
 from lockstep.errors import SettingError
 from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
+from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import JournalReader, JournalWriter
 from lockstep.tune.record.planned_trials import PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
@@ -87,6 +88,7 @@ class SearchWorker:
         self._stopping = make_stopping(settings.stopping)
         self._warm_start: Final = WarmStart.read(directory.path)
         self._breeding = self._new_breeding()
+        self._improvements = Improvements(settings.min_improvement)
         with contextlib.ExitStack() as stack:
             self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
@@ -103,12 +105,18 @@ class SearchWorker:
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials of the search have ended; after its time limit, all that had begun."""
-        trials = self._settings.trials
-        if self._now() >= self._limit_at_s:
-            trials = min(trials, len(self._claims.owners()))
+        """Whether all trials of the search have ended; after its time limit or its patience, all that had begun."""
         self._learn()
+        trials = self._settings.trials
+        if self._now() >= self._limit_at_s or self._improves_no_more:
+            trials = min(trials, self._claims.count())
         return self._history.ended >= trials
+
+    @property
+    def _improves_no_more(self) -> bool:
+        """Whether no further trial begins, for too many have ended without an improvement."""
+        patience = self._settings.patience
+        return patience is not None and self._improvements.longest >= patience
 
     def next(self) -> TrialOrder | None:
         """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
@@ -117,7 +125,7 @@ class SearchWorker:
                 return order
         if self._now() >= min(self._limit_at_s, self._leave_at_s):
             return None
-        while (number := self._claims.claim(self._worker, self._settings.trials)) is not None:
+        while (number := self._claim()) is not None:
             # A power failure may have cost claims of trials that are in the journal.
             self._learn()
             trial = self._history.trial(number)
@@ -131,6 +139,11 @@ class SearchWorker:
             if (order := self._go_on_with(orphan)) is not None:
                 return order
         return None
+
+    def _claim(self) -> int | None:
+        """Claim a new trial and return its number; None if no further one is to begin."""
+        self._learn()
+        return None if self._improves_no_more else self._claims.claim(self._worker, self._settings.trials)
 
     def report(self, order: TrialOrder, loss: float, step: int) -> str:
         """Record that the trial of ``order`` has reported ``loss``; returns the reason to stop it, or ``""``."""
@@ -208,6 +221,8 @@ class SearchWorker:
             self._breeding = self._new_breeding()
             ended = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
             moves = self._moves
+            self._improvements = Improvements(self._settings.min_improvement)
+        self._improvements.add(ended)
         if ended or moves:
             self._breeding.learn(ended, moves)
 
