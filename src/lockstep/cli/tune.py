@@ -34,6 +34,8 @@ _OPTIONS = {
     "keep_trials": "keep_trials",
     "patience": "patience",
     "min_improvement": "min_improvement",
+    "repeats": "repeats",
+    "repeat_best": "repeat_best",
 }
 
 
@@ -91,6 +93,10 @@ def tune_options() -> Parser:
     search.add_argument(
         "--min-improvement", type=float, metavar="X", help="part of the loss that counts as one, such as 0.01"
     )
+    search.add_argument(
+        "--repeats", type=int, metavar="N", help="evaluate the best trials N times again, with other seeds (default: 0)"
+    )
+    search.add_argument("--repeat-best", type=int, metavar="N", help="how many of the best trials (default: 5)")
     search.add_argument(
         "--from",
         dest="warm_start",

@@ -35,6 +35,8 @@ class SearchSettings:
     time_limit_s: float | None = None
     patience: int | None = None
     min_improvement: float = 0.0
+    repeats: int = 0
+    repeat_best: int = 5
     enqueue: tuple[Mapping[str, object], ...] = ()
     warm_start: tuple[str, ...] = ()
 
@@ -45,10 +47,15 @@ class SearchSettings:
                 raise SettingError(f"{name}={value!r}: give a whole number, at least {least}")
         if not 0 <= self.min_improvement < math.inf:
             raise SettingError(f"min_improvement={self.min_improvement}: give a part of the loss, such as 0.01")
-        if self.patience is not None and self.objectives > 1:
+        for name in ("patience", "repeats"):
+            if (value := getattr(self, name)) and self.objectives > 1:
+                raise SettingError(
+                    f"{name}={value} asks which loss is the best, and the objective has {self.objectives}; leave it out"
+                )
+        if self.repeats and self.inherit_weights:
             raise SettingError(
-                f"patience={self.patience} asks when the loss has improved, and the objective has {self.objectives} "
-                "losses; leave it out"
+                f"repeats={self.repeats}: what began with weights of another trial cannot be evaluated again; leave "
+                "out repeats or inherit_weights"
             )
         if len(self.enqueue) > self.trials:
             raise SettingError(f"enqueue gives {len(self.enqueue)} trials, and the search has trials={self.trials}")
@@ -81,6 +88,15 @@ class SearchSettings:
 
 
 #: Of each whole number, the least that can be used.
-_LEAST = {"trials": 1, "seed": 0, "objectives": 1, "retries": 0, "keep_trials": 0, "patience": 1}
+_LEAST = {
+    "trials": 1,
+    "seed": 0,
+    "objectives": 1,
+    "retries": 0,
+    "keep_trials": 0,
+    "patience": 1,
+    "repeats": 0,
+    "repeat_best": 1,
+}
 #: Fields of `Islands` that do not depend on the number of islands.
 _OF_ISLANDS = ("migration", "pollination", "emigrants", "immigrants")

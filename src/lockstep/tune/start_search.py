@@ -56,6 +56,8 @@ def tune(
     hang_after_s: float | None = None,
     patience: int | None = None,
     min_improvement: float = 0.0,
+    repeats: int = 0,
+    repeat_best: int = 5,
     enqueue: Sequence[Mapping[str, object]] = (),
     warm_start: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
 ) -> SearchResult:
@@ -101,6 +103,9 @@ def tune(
             other; None: all ``trials`` are evaluated. A search that has ended so goes on with a larger number.
         min_improvement: by which part of the best loss a loss must be lower to count as an improvement for
             ``patience``, such as 0.01.
+        repeats: how often the best trials are evaluated again, each time with another seed, after all others. The
+            result's best is then the one with the lowest mean loss of its repeats. They do not count as ``trials``.
+        repeat_best: how many of the best trials that is done with.
         enqueue: parameters of trials to evaluate first, such as ``[{"lr": 0.1}]``. The algorithm chooses those that
             are not given. When the search is resumed, what is new here is evaluated next.
         warm_start: the directory of another search, or of several, whose trials the algorithm knows from the beginning,
@@ -131,6 +136,8 @@ def tune(
         time_limit_s=time_limit_s,
         patience=patience,
         min_improvement=min_improvement,
+        repeats=repeats,
+        repeat_best=repeat_best,
         enqueue=tuple(enqueue),
         warm_start=absolute_sources((warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start),
     )

@@ -278,6 +278,13 @@ class SearchRecord:
     trials: tuple[Trial, ...]  #: by their numbers
     moves: tuple[Move, ...]  #: between islands, by time
 
+    @property
+    def evaluations(self) -> Iterator[Trial]:
+        """All trials, each before its repeats."""
+        for trial in self.trials:
+            yield trial
+            yield from trial.repeats
+
     @classmethod
     def of(cls, plan: SearchPlan, entries: Iterator[Entry] | list[Entry]) -> Self:
         """The record of a search of which ``entries`` are known, in any order that keeps each worker's own."""

@@ -1,8 +1,8 @@
 """Trials whose parameters no algorithm chooses, each bound to the number of a trial before that is claimed.
 
-A worker that claims a number looks here for it, so such a trial needs no claim of its own: it is evaluated once,
-however many workers there are, and a worker that begins it again after a kill finds the same here. Numbers are bound
-under the lock of the claims.
+These are the trials that users enqueue, and the repeats of the best ones. A worker that claims a number looks here for
+it, so such a trial needs no claim of its own: it is evaluated once, however many workers there are, and a worker that
+begins it again after a kill finds the same here. Numbers are bound under the lock of the claims.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,12 +31,14 @@ class PlannedTrial:
     """What the trial ``number`` is to be."""
 
     number: int
-    given: Mapping[str, Any]  #: parameters by name, as `encoded` has their values; the others are the algorithm's
+    given: dict[str, Any] | None  #: parameters by name, their values as `encoded` has them; others are the algorithm's
+    repeats: int | None = None  #: instead: the trial that it evaluates again...
+    repeat: int = 0  #: ... the how manieth time, from 1
 
     @property
     def params(self) -> dict[str, object]:
         """The parameters that are given."""
-        return {name: decoded(value) for name, value in self.given.items()}
+        return {name: decoded(value) for name, value in (self.given or {}).items()}
 
 
 class PlannedTrials:
@@ -78,20 +80,41 @@ class PlannedTrials:
             least: no number below is free.
             again: also what was bound before; else only what of ``trials`` exceeds that.
         """
-        given = [{name: encoded(value) for name, value in trial.items()} for trial in trials]
+        given: list[dict[str, Any] | None] = [
+            {name: encoded(value) for name, value in trial.items()} for trial in trials
+        ]
         with self._claims.locked() as claimed:
             before = [one.given for one in self.by_number().values()]
             for one in [] if again else before:
                 with contextlib.suppress(ValueError):
-                    given.remove(dict(one))
+                    given.remove(one)
             first = max(claimed, least, 1 + max(self._known, default=-1))
-            return self._add([PlannedTrial(first + index, one) for index, one in enumerate(given)])
+            new = [PlannedTrial(first + index, one) for index, one in enumerate(given)]
+            self._write([*self._known.values(), *new])
+            return tuple(one.number for one in new)
 
-    def _add(self, new: Sequence[PlannedTrial]) -> tuple[int, ...]:
-        if new:
-            known = [asdict(one) for one in (*self._known.values(), *new)]
-            replace_text(self._path, json.dumps(known) + "\n", durable=True)
-        return tuple(one.number for one in new)
+    def repeat(self, wanted: Sequence[tuple[int, int]], least: int) -> None:
+        """Bind repeats to the next numbers that are not claimed; what users have enqueued there comes after them.
+
+        Args:
+            wanted: of each repeat the trial that it evaluates again, and the how manieth time.
+            least: no number below is free.
+        """
+        with self._claims.locked() as claimed:
+            known = list(self.by_number().values())
+            bound = self.repeats()
+            first = max(claimed, least, 1 + max(bound.values(), default=-1))
+            waiting = [one for one in known if one.number >= first]
+            new = [PlannedTrial(0, None, of, index) for of, index in wanted if (of, index) not in bound]
+            after = [replace(one, number=first + index) for index, one in enumerate([*new, *waiting])]
+            self._write([one for one in known if one.number < first] + after)
+
+    def repeats(self) -> dict[tuple[int, int], int]:
+        """The number of each repeat, by the trial that it evaluates again and the how manieth time."""
+        return {(one.repeats, one.repeat): one.number for one in self.by_number().values() if one.repeats is not None}
+
+    def _write(self, trials: Sequence[PlannedTrial]) -> None:
+        replace_text(self._path, json.dumps([asdict(one) for one in trials]) + "\n", durable=True)
 
 
 def enqueue(run_dir: str | Path, trials: Sequence[Mapping[str, object]], *, again: bool = True) -> tuple[int, ...]:

@@ -54,6 +54,11 @@ def counts_of(record: SearchRecord) -> str:
     words = [f"{total} trials: {told}" if told else f"{total} trials"]
     if record.trials:
         words += [duration(elapsed_s(record)), f"{duration(result.rank_hours * 3600)} of ranks"]
+    if repeats := [one for trial in record.trials for one in trial.repeats]:
+        with_loss = sum(bool(trial.losses) for trial in record.trials)
+        planned = record.settings["repeats"] * min(record.settings["repeat_best"], with_loss)
+        ended = sum(one.state != "running" for one in repeats)
+        words.insert(1, f"{ended} of {max(planned, len(repeats))} repeats")
     return " | ".join(words)
 
 
@@ -91,13 +96,16 @@ def elapsed_s(record: SearchRecord) -> float:
 
 def last_s(record: SearchRecord) -> float:
     """When the newest record of a trial was written, in seconds since 1970."""
-    last = (trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.trials)
+    last = (trial.ended_at_s or max((one.at_s for one in trial.reports), default=0.0) for trial in record.evaluations)
     return max(last, default=0.0)
 
 
 def _table(trials: Sequence[Trial]) -> list[str]:
     rows = [("trial", "loss", "state", "parameters")]
-    rows += [(str(one.number), _numbers(one.losses), _STATES[one.state], parameters(one)) for one in trials]
+    rows += [
+        (str(one.number), f"{_numbers(one.losses)}{_repeats(one)}", _STATES[one.state], parameters(one))
+        for one in trials
+    ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         f"  {number:>{widths[0]}}  {losses:<{widths[1]}}  {state:<{widths[2]}}  {params}".rstrip()
@@ -112,7 +120,15 @@ def parameters(trial: Trial) -> str:
 
 def _losses(trial: Trial) -> str:
     noun = "loss" if len(trial.losses) == 1 else "losses"
-    return f"{noun} {_numbers(trial.losses)}{_violation(trial.violation)}"
+    return f"{noun} {_numbers(trial.losses)}{_repeats(trial)}{_violation(trial.violation)}"
+
+
+def _repeats(trial: Trial) -> str:
+    """The mean over repeats, and how far they are apart."""
+    if math.isnan(trial.mean):
+        return ""
+    spread = "" if math.isnan(trial.spread) else f" +- {trial.spread:.2g}"
+    return f", mean of {plural(len(trial.repeat_losses), 'repeat')} {_value(trial.mean)}{spread}"
 
 
 def _violation(by: float) -> str:

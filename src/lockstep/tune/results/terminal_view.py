@@ -40,8 +40,9 @@ def picture(record: SearchRecord, now_s: float) -> RenderableType:
     words = f"{ended}/{total} trials" if total else plural(ended, "trial")
     bar = ProgressBar(total=total, completed=ended, pulse=total is None)
     elapsed = max(elapsed_s(record), now_s - min((one.began_at_s for one in record.trials), default=now_s))
-    lasted = elapsed if counts["running"] else elapsed_s(record)
-    first.add_row(Text("searching" if counts["running"] else "search", style="bold"), words, bar, duration(lasted))
+    is_running = any(one.state == "running" for one in record.evaluations)
+    lasted = elapsed if is_running else elapsed_s(record)
+    first.add_row(Text("searching" if is_running else "search", style="bold"), words, bar, duration(lasted))
     told = [f"{counts['done']} done", f"{counts['stopped']} stopped early", f"{counts['running']} running"]
     told += [f"{counts['failed']} failed"] if counts["failed"] else []
     told += [f"best {best.loss:.6g} (trial {best.number})" for best in result.top(1)]
@@ -66,7 +67,7 @@ def _workers(record: SearchRecord, now_s: float) -> Table:
     table = _table(True, "worker", "island", "ranks", "trial", "reports", "loss", "for")
     table.add_column("parameters", ratio=1, no_wrap=True, overflow="ellipsis")
     newest: dict[int, Trial] = {}
-    for trial in record.trials:
+    for trial in record.evaluations:
         known = newest.get(trial.worker)
         if known is None or (trial.state == "running", trial.number) > (known.state == "running", known.number):
             newest[trial.worker] = trial

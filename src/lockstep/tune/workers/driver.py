@@ -304,6 +304,8 @@ class Driver:
             return EXIT_FAILED
         result = SearchResult(record)
         is_over = len(record.trials) - result.counts["running"] >= int(record.settings["trials"])
+        if record.settings.get("repeats"):
+            is_over &= finished is not None
         with contextlib.suppress(OSError):
             (self._directory.path / STOP_FILE).unlink(missing_ok=True)
         if not is_over and (self._stops.times or EXIT_STOPPED in self._codes.values()):
