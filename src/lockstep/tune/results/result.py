@@ -7,12 +7,13 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.tune.record.journal import SEARCH_FILE, SearchRecord, read_search
 from lockstep.tune.record.trial import State, Trial
+from lockstep.tune.results.importance import Importance, importances
 from lockstep.tune.search import Space
 from lockstep.tune.search.pareto import front_of
 
@@ -103,6 +104,11 @@ class SearchResult:
         """Hours that ranks spent on trials: the sum over trials of wall time times number of ranks."""
         return sum(trial.run_s * trial.ranks for trial in self.record.evaluations) / 3600
 
+    @property
+    def importances(self) -> tuple[Importance, ...]:
+        """How much each parameter matters to the loss, with limits; see `lockstep.tune.results.importance`."""
+        return importances(self.record)
+
     def table(self) -> Any:
         """One row for each trial, as in `rows`: a DataFrame where pandas is installed, else a list of dicts."""
         rows = self.rows()
@@ -130,6 +136,7 @@ class SearchResult:
             "rank_hours": self.rank_hours,
             "top": {str(island): [_told(trial) for trial in top] for island, top in self.top_by_island(n).items()},
             "pareto_front": [trial.number for trial in self.pareto_front],
+            "importances": [asdict(one) for one in self.importances],
             "failures": [{"reason": one.reason, "trials": one.numbers} for one in self.failures],
             "settings": dict(self.record.settings),
             "space": dict(self.record.space),

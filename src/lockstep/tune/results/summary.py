@@ -10,17 +10,23 @@ from lockstep.formatting import duration, harmless, plural
 from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import SearchRecord
 from lockstep.tune.record.trial import Trial
+from lockstep.tune.results.importance import PART
 from lockstep.tune.results.result import SearchResult
 
 _STATES = {"done": "done", "stopped": "stopped early", "failed": "failed", "running": "running"}
 _FAILURES = 8
 _FRONT = 20
+#: Of so many trials the mean time is taken: parameters that train longer may be found better as the search goes on.
+_LAST = 50
 
 
 def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
     """Counts, the best trial, the ``top`` trials of each island, reasons of failures; lines have at most ``width``."""
     result = SearchResult(record)
-    lines = [counts_of(record), *progress_lines(record), *warm_start_lines(record.settings)]
+    lines = [counts_of(record)]
+    if (left_s := time_left_s(record, last_s(record))) is not None:
+        lines.append(f"expected to take {duration(left_s)} more")
+    lines += [*improvement_lines(record, last_s(record)), *warm_start_lines(record.settings)]
     if best := result.top(1):
         lines += ["", f"best: trial {best[0].number}, {_losses(best[0])}{_where(best[0])}"]
         name_width = max((len(name) for name in best[0].params), default=0)
@@ -33,6 +39,10 @@ def show(record: SearchRecord, width: int = 80, top: int = 5) -> str:
         if trials:
             bred = sum(trial.island == island for trial in record.trials)
             lines += ["", f"island {island}: the best of {plural(bred, 'trial')}", *_table(trials)]
+    if shares := result.importances:
+        lines += ["", f"importance for the loss (from .. to: {PART:.0%} of resampled searches)"]
+        names = max(len(one.name) for one in shares)
+        lines += [f"  {one.name:<{names}}  {one.share:4.0%}  {one.low:4.0%} .. {one.high:.0%}" for one in shares]
     if failures := result.failures:
         lines += ["", "failed:"]
         for failure in failures[:_FAILURES]:
@@ -62,7 +72,26 @@ def counts_of(record: SearchRecord) -> str:
     return " | ".join(words)
 
 
-def progress_lines(record: SearchRecord) -> list[str]:
+def time_left_s(record: SearchRecord, now_s: float) -> float | None:
+    """How long the search will still take if its trials go on as the last ones did; None if none runs or has ended.
+
+    By the mean time of the last trials that have ended, over as many workers as evaluate one now.
+    """
+    evaluations = list(record.evaluations)
+    running = [one for one in evaluations if one.state == "running"]
+    ended = sorted((one for one in evaluations if one.ended_at_s is not None), key=lambda one: one.ended_at_s or 0.0)
+    planned, settings = record.settings.get("trials"), record.settings
+    if not running or not ended or not isinstance(planned, int):
+        return None
+    repeats = settings.get("repeats", 0) * min(settings.get("repeat_best", 0), planned)
+    left: float = max(planned - len(record.trials), 0) + max(repeats - (len(evaluations) - len(record.trials)), 0)
+    last = ended[-_LAST:]
+    mean_s = sum(one.run_s for one in last) / len(last)
+    rest_s = sum(max(mean_s - (now_s - one.began_at_s), 0.0) for one in running)
+    return (left * mean_s + rest_s) / len(running)
+
+
+def improvement_lines(record: SearchRecord, now_s: float) -> list[str]:
     """When the search has last improved and by how much, and whether that has ended it."""
     patience, least = record.settings.get("patience"), record.settings.get("min_improvement", 0.0)
     counted, any_gain = Improvements(least), Improvements()
@@ -71,7 +100,7 @@ def progress_lines(record: SearchRecord) -> list[str]:
     lines = []
     if (best := any_gain.best) is not None and best.ended_at_s is not None:
         before = "" if any_gain.before is None else f"from {_value(any_gain.before.loss)} "
-        ago, since = duration(max(last_s(record) - best.ended_at_s, 0.0)), plural(any_gain.since, "trial")
+        ago, since = duration(max(now_s - best.ended_at_s, 0.0)), plural(any_gain.since, "trial")
         lines.append(f"last improvement: trial {best.number}, {before}to {_value(best.loss)}, {ago} and {since} ago")
     if patience is not None and counted.longest >= patience:
         by = f" of more than {least:.3g} of the loss" if least else ""
