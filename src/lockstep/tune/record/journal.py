@@ -75,8 +75,7 @@ class JournalWriter:
                     f"another process is worker {worker} of the search in {directory}; give another --run-dir, or let "
                     "its driver end"
                 )
-            lines = list(_whole_lines(os.pread(self._file, os.fstat(self._file).st_size, 0), worker))
-            last, end = lines[-1] if lines else (None, 0)
+            last, end = _last_line(os.pread(self._file, os.fstat(self._file).st_size, 0), worker)
             # Removes a line that a crash has cut short.
             os.ftruncate(self._file, end)
         except BaseException:
@@ -205,6 +204,17 @@ def _whole_lines(data: bytes, worker: int) -> Iterator[tuple[Entry, int]]:
             yield Entry(worker, *decoded), start
 
 
+def _last_line(data: bytes, worker: int) -> tuple[Entry | None, int]:
+    """The last of `_whole_lines`; (None, 0) if there is none."""
+    end = data.rfind(b"\n")
+    while end >= 0:
+        start = data.rfind(b"\n", 0, end) + 1
+        if (decoded := decode(data[start:end])) is not None:
+            return Entry(worker, *decoded), end + 1
+        end = start - 1
+    return None, 0
+
+
 def write_patiently(what: str, write: Callable[[], T]) -> T:
     """What ``write`` returns, once it can be done: a disk that is full for a while costs no trial, and no worker.
 
@@ -236,11 +246,10 @@ def journal_file(directory: Path, worker: int) -> Path:
 def is_within_trial(directory: Path, worker: int) -> bool:
     """Whether the newest record of ``worker`` is of a trial that has not ended."""
     try:
-        lines = list(_whole_lines(read_bytes(journal_file(directory, worker), MOST_GROWN), worker))
+        newest, _ = _last_line(read_bytes(journal_file(directory, worker), MOST_GROWN), worker)
     except FileNotFoundError:
         return False
-    newest = lines[-1][0].record if lines else None
-    return isinstance(newest, TrialBegan | LossReported)
+    return newest is not None and isinstance(newest.record, TrialBegan | LossReported)
 
 
 def try_lock(file: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # the package need not be installed
 #: Of fewer trials not one is the best tenth, whose parameters are compared with those of all.
 LEAST: Final = 10
 #: Of more, so many are drawn: what they say of the importances changes little.
-MOST: Final = 500
+MOST: Final = 300
 #: How often trials are drawn anew, with replacement, and which part of these importances is between the limits.
 RESAMPLES, PART = 20, 0.8
 
@@ -53,7 +54,9 @@ def importances(record: SearchRecord) -> tuple[Importance, ...]:
     if len(whole) > MOST:
         whole = [whole[index] for index in sorted(random.choice(len(whole), MOST, replace=False))]
     study = study_of(replace(record, trials=tuple(whole), moves=()))
-    trials = study.trials
+    create = importlib.import_module("optuna").trial.create_trial
+    # Without what else is known of them, which would be copied each time.
+    trials = [create(params=one.params, distributions=one.distributions, value=one.values[0]) for one in study.trials]
     found = _evaluated(trials)
     drawn = [
         _evaluated([trials[index] for index in random.integers(len(trials), size=len(trials))])
@@ -75,11 +78,7 @@ def _evaluated(trials: Sequence[FrozenTrial]) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)  # of the evaluator
         warnings.simplefilter("ignore", UserWarning)  # of the few trials of values that open parameters
-        study = optuna.create_study(directions=["minimize"] * len(trials[0].values or ()))
+        study = optuna.create_study()
         study.add_trials(trials)
         evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-        return dict(
-            optuna.importance.get_param_importances(
-                study, evaluator=evaluator, target=lambda trial: float(trial.values[0])
-            )
-        )
+        return dict(optuna.importance.get_param_importances(study, evaluator=evaluator))

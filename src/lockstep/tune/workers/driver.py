@@ -179,8 +179,10 @@ class Driver:
                 if process.exitcode is not None:
                     self._ended(spec, process)
             if time.monotonic() >= next_show_s:
-                next_show_s = time.monotonic() + _SHOW_EVERY_S
+                began_s = time.monotonic()
                 self._show(followed)
+                # A search of very many trials takes a while to be shown, and its ranks need the CPU.
+                next_show_s = time.monotonic() + max(_SHOW_EVERY_S, 20 * (time.monotonic() - began_s))
         self._show(followed)
 
     def _show(self, followed: FollowedSearch) -> None:

@@ -33,7 +33,7 @@ from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Proposal, Space
 from lockstep.tune.search_settings import SearchSettings
-from lockstep.tune.stopping import make_stopping
+from lockstep.tune.stopping import EndedCurves, OtherTrials, make_stopping
 from lockstep.tune.workers.breeding import Breeding
 from lockstep.tune.workers.kept_trials import KeptTrials
 from lockstep.tune.workers.outcome import Outcome
@@ -91,7 +91,7 @@ class SearchWorker:
         self._stopping = make_stopping(settings.stopping)
         self._warm_start: Final = WarmStart.read(directory.path)
         self._breeding = self._new_breeding()
-        self._improvements, self._kept = self._new_views()
+        self._improvements, self._kept, self._curves = self._new_views()
         with contextlib.ExitStack() as stack:
             self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
@@ -99,8 +99,8 @@ class SearchWorker:
             self._open: Final = stack.pop_all()
         self._planned: Final = PlannedTrials(directory.path, self._claims)
         self._history: Final = TrialHistory()
-        self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
-        self._learnt: list[int] = []  # those that it has been given, in their order
+        self._unlearnt: dict[int, None] = {}  # trials that have ended and that breeding has not been given yet
+        self._learnt: dict[int, None] = {}  # those that it has been given, in their order
         self._moves: list[Move] = []  # that it has been given
         self._learn()
         self._unfinished = self._claimed_before(worker)
@@ -178,8 +178,13 @@ class SearchWorker:
         trial = self._history.trial(order.number)
         assert trial is not None, "it has begun"
         # A repeat is to end as its trial did, and is compared with nobody.
-        known = () if order.repeats is not None else self._history.trials()
-        return self._stopping.stops(trial, [other for other in known if other.number != order.number])
+        return self._stopping.stops(trial, () if order.repeats is not None else self._others(order.number))
+
+    def _others(self, number: int) -> OtherTrials:
+        running = [trial for trial in self._history.running() if trial.number != number]
+        return OtherTrials(
+            self._curves, running, lambda: [other for other in self._history.trials() if other.number != number]
+        )
 
     def end(self, order: TrialOrder, outcome: Outcome) -> None:
         """Record how the attempt of ``order`` ended; an end of the trial is kept as `JournalWriter.append` says."""
@@ -229,39 +234,46 @@ class SearchWorker:
         return ((loss,) if math.isfinite(loss) else ()), bool(self._stopping.stops(trial, ()))
 
     def _learn(self) -> None:
-        """Read the new records of all workers and give them to breeding."""
+        """Read the new records of all workers and give them to breeding; costs what is new."""
         moves: list[Move] = []
-        had_violations = self._history.has_violations
+        had_violations, is_late = self._history.has_violations, False
         for entry in self._reader.read():
             if not self._history.add(entry):
                 continue
-            if isinstance(entry.record, TrialEnded):
-                self._unlearnt.append(entry.record.number)
-            elif isinstance(entry.record, MovePlanned):
+            if isinstance(entry.record, MovePlanned):
                 moves.append(_move(entry.record))
-        ended = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
-        self._unlearnt = [number for number in self._unlearnt if self._history.trial(number) is None]
-        ended = [trial for trial in ended if not self._history.is_repeat(trial.number)]
-        self._learnt += [trial.number for trial in ended]
+                continue
+            is_late |= entry.record.number in self._learnt
+            if isinstance(entry.record, TrialEnded) and entry.record.number not in self._learnt:
+                self._unlearnt[entry.record.number] = None
+        known = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
+        for trial in known:
+            del self._unlearnt[trial.number]
+        ended = [trial for trial in known if not self._history.is_repeat(trial.number)]
+        self._learnt |= dict.fromkeys(trial.number for trial in ended)
         self._moves += moves
+        viewed = ended
+        if is_late or self._history.has_violations != had_violations:
+            # Of trials that were learnt, something else is known now, such as the records of an earlier attempt.
+            self._improvements, self._kept, self._curves = self._new_views()
+            viewed = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
         if self._history.has_violations and not had_violations:
-            # Stopped trials are not those any more that were learnt: it is unknown whether they violate constraints,
-            # and there are some. Breed from what is known now, as a worker does that begins again.
+            # It is unknown whether stopped trials violate constraints, and there are some. Breed from what is known
+            # now, as a worker does that begins again.
             self._breeding = self._new_breeding()
-            ended = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
-            moves = self._moves
-            self._improvements, self._kept = self._new_views()
-        self._improvements.add(ended)
+            ended, moves = viewed, self._moves
+        self._improvements.add(viewed)
+        self._curves.add(viewed)
         if self._kept is not None:
-            self._kept.add(ended)
+            self._kept.add(viewed)
         if ended or moves:
             self._breeding.learn(ended, moves)
 
-    def _new_views(self) -> tuple[Improvements, KeptTrials | None]:
+    def _new_views(self) -> tuple[Improvements, KeptTrials | None, EndedCurves]:
         """What is known of the ended trials beside breeding, before any has."""
         keep = self._settings.keep_trials
         kept = None if keep is None else KeptTrials(keep, self._settings.objectives)
-        return Improvements(self._settings.min_improvement), kept
+        return Improvements(self._settings.min_improvement), kept, EndedCurves()
 
     def _new_breeding(self) -> Breeding:
         """Breeding that has learnt of no trial."""
