@@ -191,9 +191,7 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
             raise SettingError(f"--time-limit {parsed.time_limit}: give a time, such as '2 h' or '90 min'")
         given["time_limit_s"] = span.every
     if parsed.warm_start is not None:
-        from lockstep.tune.start_search import absolute_sources
-
-        given["warm_start"] = list(absolute_sources(parsed.warm_start))
+        given["warm_start"] = [os.path.abspath(source) for source in parsed.warm_start]
     return given
 
 

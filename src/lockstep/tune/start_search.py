@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,7 @@ def tune(
             not to continue the script.
     """
     searched = Space.of(space)
+    sources = (warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start
     settings = SearchSettings(
         trials=trials,
         seed=seed,
@@ -139,7 +140,7 @@ def tune(
         repeats=repeats,
         repeat_best=repeat_best,
         enqueue=tuple(enqueue),
-        warm_start=absolute_sources((warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start),
+        warm_start=tuple(map(os.path.abspath, sources)),
     )
     for params in settings.enqueue:
         searched.check_some(params)
@@ -151,11 +152,6 @@ def tune(
         directory = open_directory(run_dir, "search", datetime.now(), resume=resume, fresh=fresh)
         return _start_workers(objective, searched, settings, directory, sizes, hang_after_s)
     return _alone(objective, searched, settings, world, run_dir, resume=resume, fresh=fresh)
-
-
-def absolute_sources(given: Iterable[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """The searches to begin from, as every process of a search reads them."""
-    return tuple(os.path.abspath(source) for source in given)
 
 
 def _sizes(workers: int | None, ranks_per_worker: int | Sequence[int]) -> tuple[int, ...] | None:
