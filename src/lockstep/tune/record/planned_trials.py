@@ -90,7 +90,8 @@ class PlannedTrials:
                     given.remove(one)
             first = max(claimed, least, 1 + max(self._known, default=-1))
             new = [PlannedTrial(first + index, one) for index, one in enumerate(given)]
-            self._write([*self._known.values(), *new])
+            if new:
+                self._write([*self._known.values(), *new])
             return tuple(one.number for one in new)
 
     def repeat(self, wanted: Sequence[tuple[int, int]], least: int) -> None:

@@ -42,8 +42,12 @@ class EndedCurves:
     def values_at(self, budget: int, value: CurveValue) -> array[float]:
         """As `values_at` says. Not to be changed."""
         seen, values = self._sorted.get((budget, value), (0, array("d")))
-        for curve in reached(self._ended[seen:], budget):
-            bisect.insort(values, value(curve))
+        new = [value(curve) for curve in reached(self._ended[seen:], budget)]
+        if len(new) > len(values):
+            values = array("d", sorted([*values, *new]))
+        else:
+            for one in new:
+                bisect.insort(values, one)
         self._sorted[budget, value] = (len(self._ended), values)
         return values
 

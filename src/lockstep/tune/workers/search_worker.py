@@ -22,7 +22,7 @@ from lockstep.errors import SettingError
 from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
 from lockstep.tune.record.improvements import Improvements
-from lockstep.tune.record.journal import JournalReader, JournalWriter
+from lockstep.tune.record.journal import JournalReader, JournalWriter, collector_paused
 from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import SearchDirectory
@@ -102,7 +102,8 @@ class SearchWorker:
         self._unlearnt: dict[int, None] = {}  # trials that have ended and that breeding has not been given yet
         self._learnt: dict[int, None] = {}  # those that it has been given, in their order
         self._moves: list[Move] = []  # that it has been given
-        self._learn()
+        with collector_paused():
+            self._learn()
         self._unfinished = self._claimed_before(worker)
         self._began_s = 0.0  # when the current attempt began
 
