@@ -200,3 +200,21 @@ def test_a_stop_among_the_repeats_is_gone_on_with(tmp_path, capfd):
     assert on_command_line(*options, "--resume", "search.py") == 0
     assert capfd.readouterr().out.count("best of 4") == 1
     assert [len(trial.repeat_losses) for trial in load("a").top(2)] == [20, 20]
+
+
+def drawn_in_a_run(run, params):
+    return torch.rand(1).item()
+
+
+def search_in_runs(run_dir, ranks):
+    lockstep.tune(drawn_in_a_run, LINE, trials=2, repeats=2, workers=1, ranks_per_worker=ranks, run_dir=run_dir, seed=3)
+
+
+def test_a_repeat_has_the_same_loss_on_any_number_of_ranks():
+    for ranks in (1, 2):
+        search = started(search_in_runs, f"on-{ranks}", ranks)
+        search.join(DEADLINE_S)
+        assert search.exitcode == 0
+    one, two = load("on-1"), load("on-2")
+    assert [trial.repeat_losses for trial in one.trials] == [trial.repeat_losses for trial in two.trials]
+    assert len({one.trials[0].loss, *one.trials[0].repeat_losses}) == 3
