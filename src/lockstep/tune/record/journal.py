@@ -47,6 +47,16 @@ _PATIENCE_S, _TRY_EVERY_S = 600.0, 0.2
 _PASSING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EAGAIN)
 _WORKER = re.compile(r"worker-(\d+)")
 _CLOCK_GRAIN_NS = 2 * 10**9
+#: The settings that are read back.
+_SETTING_KINDS: Final[Mapping[str, Any]] = {
+    "trials": int,
+    "options": dict[str, Any],
+    "patience": int | None,
+    "min_improvement": float,
+    "repeats": int,
+    "repeat_best": int,
+    "warm_start": dict[str, dict[str, int]],
+}
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -339,8 +349,9 @@ class SearchPlan:
                         "use a newer one"
                     )
                 settings = of_kind(dict[str, Any], content["settings"], "settings")
-                of_kind(int, settings.get("trials", 0), "trials")
-                of_kind(dict[str, Any], settings.get("options", {}), "options")
+                for name, kind in _SETTING_KINDS.items():
+                    if name in settings:
+                        of_kind(kind, settings[name], name)
                 space = of_kind(dict[str, Any], content["space"], "space")
                 if space:
                     Space.from_json(space)

@@ -65,6 +65,8 @@ class PlannedTrials:
             status = self._path.stat()
             if self._seen != (seen := (status.st_ino, status.st_size, status.st_mtime_ns)):
                 found = [from_known(PlannedTrial, one) for one in value_in(read_bytes(self._path, MOST_GROWN))]
+                for one in found:
+                    one.params  # noqa: B018 - raises where these are none
                 self._known, self._seen = {one.number: one for one in found}, seen
         except FileNotFoundError:
             pass

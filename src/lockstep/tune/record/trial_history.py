@@ -64,9 +64,10 @@ class TrialHistory:
             self._moves[entry.worker, entry.serial] = record
             return True
         story = self._stories.setdefault(record.number, _Story())
-        if isinstance(record, TrialBegan) and record.repeats is not None and record.repeat is not None:
+        # A repeat begins after what it repeats; of another one a damaged file tells.
+        if isinstance(record, TrialBegan) and record.repeats is not None and record.repeats < record.number:
             self._repeated[record.number] = record.repeats
-            self._repeats.setdefault(record.repeats, {})[record.repeat] = record.number
+            self._repeats.setdefault(record.repeats, {})[record.repeat or 0] = record.number
         self._trials.pop(record.number, None)
         self._trials.pop(self._repeated.get(record.number, -1), None)
         attempt = story.attempts.setdefault(record.attempt, _Attempt())

@@ -61,7 +61,7 @@ class WarmStart:
         if sources and not (directory / _FILE).exists() and SearchPlan.read(directory) is None:
             made = cls._of(space, objectives, sources)
             create_text(directory / _FILE, json.dumps(asdict(made)) + "\n", durable=True)
-        kept = cls.read(directory)
+        kept = cls.read(directory, space)
         if sources and tuple(kept.told) != tuple(sources):
             raise SettingError(
                 f"the search in {directory} has begun with the trials of {', '.join(kept.told) or 'no other search'}, "
@@ -70,8 +70,8 @@ class WarmStart:
         return kept
 
     @classmethod
-    def read(cls, directory: Path) -> Self:
-        """What the search in ``directory`` knows from others.
+    def read(cls, directory: Path, space: Space) -> Self:
+        """What the search over ``space`` in ``directory`` knows from others.
 
         Raises:
             SettingError: if the file is damaged.
@@ -79,6 +79,8 @@ class WarmStart:
         try:
             content = read_object(directory / _FILE, MOST_GROWN)
             known = tuple(from_known(Known, one) for one in content["known"])
+            if strange := [one for one in known if not space.has(one.point) or not one.losses]:
+                raise ValueError(f"{strange[0]} is no trial of this space")
             return cls(known, from_known(cls, {**content, "known": []}).told)
         except FileNotFoundError:
             return cls((), {})

@@ -66,7 +66,7 @@ def counts_of(record: SearchRecord) -> str:
         words += [duration(elapsed_s(record)), f"{duration(result.rank_hours * 3600)} of ranks"]
     if repeats := [one for trial in record.trials for one in trial.repeats]:
         with_loss = sum(bool(trial.losses) for trial in record.trials)
-        planned = record.settings["repeats"] * min(record.settings["repeat_best"], with_loss)
+        planned = record.settings.get("repeats", 0) * min(record.settings.get("repeat_best", 0), with_loss)
         ended = sum(one.state != "running" for one in repeats)
         words.insert(1, f"{ended} of {max(planned, len(repeats))} repeats")
     return " | ".join(words)
@@ -113,7 +113,9 @@ def warm_start_lines(settings: Mapping[str, Any]) -> list[str]:
     lines = []
     for source, told in settings.get("warm_start", {}).items():
         others = "; ".join(f"{number} {reason}" for reason, number in told.items() if reason != "used")
-        lines.append(f"known from {source}: {plural(told['used'], 'trial')}{f' (not {others})' if others else ''}")
+        lines.append(
+            f"known from {source}: {plural(told.get('used', 0), 'trial')}{f' (not {others})' if others else ''}"
+        )
     return lines
 
 

@@ -89,7 +89,7 @@ class SearchWorker:
         self._space, self._settings, self._death = space, settings, death
         self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
         self._stopping = make_stopping(settings.stopping)
-        self._warm_start: Final = WarmStart.read(directory.path)
+        self._warm_start: Final = WarmStart.read(directory.path, space)
         self._breeding = self._new_breeding()
         self._improvements, self._kept, self._curves = self._new_views()
         with contextlib.ExitStack() as stack:
