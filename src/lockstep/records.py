@@ -182,7 +182,7 @@ def of_kind(kind: object, value: object, name: str = "a value") -> Any:
 
 def _of_parts(kind: Any, value: Any, name: str) -> object:
     """`of_kind` for types that have parts, and for the dataclasses and enumerations of a record."""
-    origin, inside = get_origin(kind), get_args(kind)
+    origin, inside = _parts(kind)
     if origin in (Union, types.UnionType):
         for one in inside:
             try:
@@ -209,6 +209,12 @@ def _of_parts(kind: Any, value: Any, name: str) -> object:
     elif issubclass(kind, enum.Enum):
         return kind(value)
     raise ValueError(f"{name}: {value!r:.80} is not what belongs there")
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """What ``kind`` is made of; typing takes as long to say so as a whole record to be read."""
+    return get_origin(kind), get_args(kind)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ class CurrentTrial:
     #: Takes a loss and how many were reported before it; answers why the trial is to end, "" to go on. Asked on the
     #: leader only.
     report: Callable[[float, int], str]
+    repeat: int = 0  #: 0; or which further evaluation of the same parameters it is, whose runs have seeds of their own
     #: How many losses each run has reported that was opened in this attempt, in their order. An objective may open
     #: several, such as one for each fold of a cross-validation: they share no files, and their reports are one curve.
     reports_of_runs: list[Callable[[], int]] = field(default_factory=list)

@@ -318,6 +318,13 @@ def test_tune_speed(tmp_path):
     assert "lockstep is faster by" in shown
 
 
+def test_tune_journal(tmp_path):
+    found, shown = measured(tmp_path, "tune_journal.py", "--trials", "20")
+    assert found[0].keys() == {"trials", "journal", "read", "first proposal", "a trial", "mebibytes", "summary"}
+    assert found[0]["trials"] == 20
+    assert "| 20 | 0.0 MiB | " in shown
+
+
 def test_tune(tmp_path):
     few = (
         "--functions",

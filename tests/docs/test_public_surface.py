@@ -68,6 +68,23 @@ def test_what_is_new_needs_no_entry():
     assert unannounced(PROMISED, PROMISED | {"lockstep.Run.new": "(self) -> None"}, CHANGELOG.format("-")) == []
 
 
+@pytest.mark.parametrize(
+    ("now", "holds"),
+    [
+        ("(self, a: int, b: str = 'x', *, c: int = 0, d: float = 1.0) -> None", True),
+        ("(self, a: int, b: str = 'x', e: int = 3, *, c: int = 0) -> None", True),
+        ("(self, e: int = 3, a: int = 1, b: str = 'x', *, c: int = 0) -> None", False),
+        ("(self, a: int, b: str = 'y', *, c: int = 0) -> None", False),
+        ("(self, a: int, b: str = 'x', *, c: int = 0, d: float) -> None", False),
+        ("(self, a: int, b: str = 'x') -> None", False),
+        ("(self, a: int, b: str = 'x', *, c: int = 0) -> int", False),
+    ],
+)
+def test_a_parameter_more_with_a_default_is_new_and_all_else_is_a_change(now, holds):
+    promised = {"lockstep.Run.old": "(self, a: int, b: str = 'x', *, c: int = 0) -> None"}
+    assert (unannounced(promised, {"lockstep.Run.old": now}, CHANGELOG.format("-")) == []) == holds
+
+
 def test_each_variable_in_the_source_is_public_or_an_agreement_of_the_launcher_with_its_ranks():
     """A variable that is in neither place would be a switch that nobody knows of."""
     text = "\n".join(path.read_text() for path in (HOUSE / "src").rglob("*.py"))

@@ -182,8 +182,40 @@ def unannounced(promised: dict[str, str], now: dict[str, str], changelog: str) -
     kinds = [text for text in sections if text.split()[0] in ("Changed", "Deprecated", "Removed")]
     entries = [entry for text in kinds for entry in re.split(r"(?m)^- ", text)]
     said = [" ".join(re.findall(r"`([^`]+)`", entry)) for entry in entries]
-    lost = [name for name, use in promised.items() if now.get(name) != use]
+    lost = [name for name, use in promised.items() if not _still_holds(use, now.get(name, ""))]
     return [name for name in lost if not any(_names_all(code, words(name)) for code in said)]
+
+
+def _still_holds(use: str, now: str) -> bool:
+    """Whether all that ``use`` says holds ``now``: the same, or a signature with more parameters that have defaults."""
+    if use == now or not (use.startswith("(") and now.startswith("(")):
+        return use == now
+    (before, result), (after, result_now) = _parameters(use), _parameters(now)
+    same = [name for name in before if after.get(name) == before[name]]
+    # In place, as far as they are given by it; and none in front of them.
+    positional = [name for name in before if not before[name][0]]
+    kept = [name for name in after if not after[name][0]][: len(positional)] == positional
+    added = all(after[name][2] for name in after if name not in before)
+    return result == result_now and len(same) == len(before) and kept and added
+
+
+def _parameters(signature: str) -> tuple[dict[str, tuple[bool, str, str]], str]:
+    """By name: whether it is given by name only, annotation, default; and what is returned."""
+    function = ast.parse(f"def function{signature}: ...").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [*[None] * (len(positional) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+    found = {
+        each.arg: (
+            each in given.kwonlyargs,
+            ast.unparse(each.annotation) if each.annotation else "",
+            ast.unparse(default) if default is not None else "",
+        )
+        for each, default in zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    }
+    found |= {f"*{each.arg}": (True, "", "given") for each in (given.vararg, given.kwarg) if each}
+    return found, ast.unparse(function.returns) if function.returns else ""
 
 
 def _names_all(code: str, words: list[str]) -> bool:

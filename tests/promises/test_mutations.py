@@ -68,12 +68,14 @@ from lockstep.scale import LinkProfile, StepProfile, Timing, open_catalogue, pre
 from lockstep.scale.published import read_rows
 from lockstep.scale.step_profile import GradientReady, read_profile, write_profile
 from lockstep.slurm_syntax import expand_counts, expand_hosts
-from lockstep.tune import Choice, Float, load
+from lockstep.tune import Choice, Float, enqueue, load
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, journal_file
+from lockstep.tune.record.planned_trials import PlannedTrials
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
 from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.record.worker_death import Death
-from lockstep.tune.results.summary import show
+from lockstep.tune.results.summary import show, warm_start_lines
 from lockstep.tune.search import Space
 from lockstep.world.world import leading_host
 
@@ -284,11 +286,12 @@ def a_holder(tmp_path):
 
 def a_search(tmp_path):
     space = Space.of({"x": Float(0, 1), "act": Choice("relu", "tanh")})
-    SearchPlan(space.to_json(), {"trials": 3, "options": {}, "seed": 1}).write(tmp_path)
+    settings = {"trials": 3, "options": {}, "seed": 1, "patience": 2, "min_improvement": 0.01, "repeats": 2}
+    SearchPlan(space.to_json(), settings | {"repeat_best": 1, "warm_start": {"old": {"used": 3}}}).write(tmp_path)
     with contextlib.closing(JournalWriter(tmp_path, 0)) as writer:
-        for number in range(2):
-            point = (0.25, 1.0)
-            began = TrialBegan(number, 1, 1, 10.0, params=space.params(point), point=point, operator="random")
+        for number in range(3):
+            point, repeat = (0.25, 1.0), {"repeats": 0, "repeat": 1} if number == 2 else {}
+            began = TrialBegan(number, 1, 1, 10.0, params=space.params(point), point=point, operator="random", **repeat)
             writer.append(began)
             writer.append(LossReported(number, 1, 0, 0.5, 11.0))
             writer.append(TrialEnded(number, 1, "done", 12.0, 2.0, losses=(0.5,), violation=0.0, reason="why"))
@@ -310,6 +313,31 @@ def a_journal(tmp_path):
 def a_search_file(tmp_path):
     read = a_search(tmp_path)
     return Parsed(tmp_path / "search.json", of_json, read)
+
+
+def planned(tmp_path):
+    a_search(tmp_path)
+    enqueue(tmp_path, [{"x": 0.5, "act": "tanh"}, {"x": 0.25}])
+
+    def read():
+        with contextlib.closing(TrialClaims(tmp_path)) as found:
+            assert all(one.params is not None for one in PlannedTrials(tmp_path, found).by_number().values())
+
+    return Parsed(tmp_path / "planned.json", of_json, read)
+
+
+def warm_start(tmp_path):
+    (tmp_path / "old").mkdir()
+    a_search(tmp_path / "old")
+    space = Space.of({"x": Float(0, 1), "act": Choice("relu", "tanh")})
+    WarmStart.begin(tmp_path, space, 1, [str(tmp_path / "old")])
+
+    def read():
+        kept = WarmStart.read(tmp_path, space)
+        assert all(space.params(one.point) for one in kept.individuals())
+        warm_start_lines({"warm_start": kept.told})
+
+    return Parsed(tmp_path / "warm_start.json", of_json, read)
 
 
 def claims(tmp_path):
@@ -540,6 +568,8 @@ PARSED = {
     "journal of a search": a_journal,
     "search.json": a_search_file,
     "claims": claims,
+    "enqueued trials": planned,
+    "trials of another search": warm_start,
     "death of a worker": a_death,
     "status.json": a_status,
     "places of ranks": ranks,

@@ -20,6 +20,12 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
         "--top", type=int, default=5, metavar="N", help="with --show: number of trials of each island (default: 5)"
     )
     group.add_argument("--json", action="store_true", help="like --show, but everything as JSON, for programs")
+    group.add_argument(
+        "--enqueue",
+        action="append",
+        metavar="NAME=VALUE[,...]",
+        help="evaluate a trial with these parameters next; several times: several trials",
+    )
     group.add_argument("--pictures", metavar="DIR", help="draw it as SVG, with the numbers as CSV and JSON")
     group.add_argument("--to-optuna", metavar="FILE", help="export it to a study of Optuna: FILE.db or a URL")
     group.add_argument(
@@ -32,7 +38,7 @@ def add_result_options(parser: argparse.ArgumentParser) -> None:
 
 def wants_results(parsed: argparse.Namespace) -> bool:
     """Whether one of these options was given."""
-    return bool(parsed.show or parsed.json or parsed.pictures or parsed.to_optuna or parsed.from_optuna)
+    return any((parsed.show, parsed.json, parsed.pictures, parsed.to_optuna, parsed.from_optuna, parsed.enqueue))
 
 
 def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
@@ -42,7 +48,8 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
         SettingError: if there is no such search, or an option does not fit.
     """
     # Late, for it loads numpy.
-    from lockstep.tune import draw_pictures, export_optuna, has_optuna, import_optuna, load, show
+    from lockstep.tune import Space, draw_pictures, export_optuna, has_optuna, import_optuna, load, show
+    from lockstep.tune import enqueue as enqueue_trials
 
     if run_dir is None:
         raise SettingError("give the directory of a search: lockstep tune --show runs/NAME")
@@ -52,6 +59,16 @@ def show_results(parsed: argparse.Namespace, run_dir: str | None) -> int:
         count = import_optuna(parsed.from_optuna, run_dir, parsed.study)
         print(f"{count} trials of {parsed.from_optuna} are in {run_dir}", file=sys.stderr)
     result = load(run_dir)
+    if parsed.enqueue:
+        space = Space.from_json(result.record.space)
+        params = [space.params_of_words(words) for words in parsed.enqueue]
+        for number, words in zip(enqueue_trials(run_dir, params), parsed.enqueue, strict=True):
+            waits = number >= int(result.record.settings.get("trials", 0))
+            print(
+                f"trial {number} will have {words}"
+                + (f", once the search is resumed with --trials {number + 1} or more" if waits else ""),
+                file=sys.stderr,
+            )
     if parsed.to_optuna:
         name = export_optuna(run_dir, parsed.to_optuna, parsed.study)
         print(f"study {name} is in {parsed.to_optuna}", file=sys.stderr)

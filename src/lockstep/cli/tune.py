@@ -32,6 +32,10 @@ _OPTIONS = {
     "stopping": "stopping",
     "retries": "retries",
     "keep_trials": "keep_trials",
+    "patience": "patience",
+    "min_improvement": "min_improvement",
+    "repeats": "repeats",
+    "repeat_best": "repeat_best",
 }
 
 
@@ -84,6 +88,23 @@ def tune_options() -> Parser:
     )
     search.add_argument(
         "--keep-trials", type=int, metavar="N", help="number of the best trials that keep checkpoints (default: 5)"
+    )
+    search.add_argument(
+        "--patience", type=int, metavar="N", help="no trial begins once N trials have not improved the best loss"
+    )
+    search.add_argument(
+        "--min-improvement", type=float, metavar="X", help="part of the loss that counts as one, such as 0.01"
+    )
+    search.add_argument(
+        "--repeats", type=int, metavar="N", help="evaluate the best trials N times again, with other seeds (default: 0)"
+    )
+    search.add_argument("--repeat-best", type=int, metavar="N", help="how many of the best trials (default: 5)")
+    search.add_argument(
+        "--from",
+        dest="warm_start",
+        action="append",
+        metavar="RUN[:NAME=VALUE,...]",
+        help="begin from the trials of another search; several times: of several",
     )
     search.add_argument("--time-limit", metavar="TIME", help="no trial begins after that time, such as '2 h'")
     files = parser.add_argument_group("files")
@@ -171,6 +192,8 @@ def _options(parsed: argparse.Namespace) -> dict[str, Any]:
         if span.unit != "second":
             raise SettingError(f"--time-limit {parsed.time_limit}: give a time, such as '2 h' or '90 min'")
         given["time_limit_s"] = span.every
+    if parsed.warm_start is not None:
+        given["warm_start"] = [os.path.abspath(source) for source in parsed.warm_start]
     return given
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "StoppingRule",
     "Trial",
     "draw_pictures",
+    "enqueue",
     "export_optuna",
     "has_optuna",
     "import_optuna",
@@ -46,9 +47,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lockstep.tune.pictures import draw_pictures, has_optuna
+    from lockstep.tune.pictures import draw_pictures
+    from lockstep.tune.record.planned_trials import enqueue
     from lockstep.tune.record.search_directory import is_search, join_directory, open_directory
     from lockstep.tune.record.trial import Trial
+    from lockstep.tune.results.importance import has_optuna
     from lockstep.tune.results.optuna_study import export_optuna, import_optuna
     from lockstep.tune.results.result import SearchResult, load
     from lockstep.tune.results.summary import show
@@ -69,8 +72,9 @@ else:
         "StoppingRule": "stopping",
         "Trial": "record.trial",
         "draw_pictures": "pictures",
+        "enqueue": "record.planned_trials",
         "export_optuna": "results.optuna_study",
-        "has_optuna": "pictures",
+        "has_optuna": "results.importance",
         "import_optuna": "results.optuna_study",
         "is_search": "record.search_directory",
         "join_directory": "record.search_directory",

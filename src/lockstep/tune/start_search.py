@@ -19,6 +19,7 @@ from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
 from lockstep.tune.record.search_directory import SearchDirectory, open_directory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import SearchResult, load
+from lockstep.tune.results.summary import warm_start_lines
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import StoppingRule
@@ -53,6 +54,12 @@ def tune(
     inherit_weights: bool = False,
     time_limit_s: float | None = None,
     hang_after_s: float | None = None,
+    patience: int | None = None,
+    min_improvement: float = 0.0,
+    repeats: int = 0,
+    repeat_best: int = 5,
+    enqueue: Sequence[Mapping[str, object]] = (),
+    warm_start: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
 ) -> SearchResult:
     """Search ``space`` for the parameters with which ``objective`` returns the lowest loss. Collective.
 
@@ -92,6 +99,18 @@ def tune(
         inherit_weights: a trial begins with the weights of the first of its parents that has a checkpoint.
         time_limit_s: seconds after which no trial begins; trials that run then are finished.
         hang_after_s: seconds without progress after which a trial counts as hanging; None: chosen from its pace.
+        patience: no trial begins once the best loss has not improved in so many trials that have ended one after the
+            other; None: all ``trials`` are evaluated. A search that has ended so goes on with a larger number.
+        min_improvement: by which part of the best loss a loss must be lower to count as an improvement for
+            ``patience``, such as 0.01.
+        repeats: how often the best trials are evaluated again, each time with another seed, after all others. The
+            result's best is then the one with the lowest mean loss of its repeats. They do not count as ``trials``.
+        repeat_best: how many of the best trials that is done with.
+        enqueue: parameters of trials to evaluate first, such as ``[{"lr": 0.1}]``. The algorithm chooses those that
+            are not given. When the search is resumed, what is new here is evaluated next.
+        warm_start: the directory of another search, or of several, whose trials the algorithm knows from the beginning,
+            as far as they are in the space. With ``"runs/old:momentum=0.9"`` that is the value of a parameter that its
+            trials do not have.
 
     Returns:
         The result, with all trials.
@@ -104,6 +123,7 @@ def tune(
             not to continue the script.
     """
     searched = Space.of(space)
+    sources = (warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start
     settings = SearchSettings(
         trials=trials,
         seed=seed,
@@ -115,7 +135,15 @@ def tune(
         keep_trials=keep_trials,
         inherit_weights=inherit_weights,
         time_limit_s=time_limit_s,
+        patience=patience,
+        min_improvement=min_improvement,
+        repeats=repeats,
+        repeat_best=repeat_best,
+        enqueue=tuple(enqueue),
+        warm_start=tuple(map(os.path.abspath, sources)),
     )
+    for params in settings.enqueue:
+        searched.check_some(params)
     world = World.from_env(os.environ)
     if (told := os.environ.get(SEARCH)) is not None:
         return _as_worker(objective, searched, settings, world, json.loads(told))
@@ -239,6 +267,8 @@ def _evaluate(
         leader: SearchWorker | None = None
         if world.leads:
             directory.begin(space, settings, workers, options)
+            if SEARCH not in os.environ:
+                sys.stderr.write("".join(f"{line}\n" for line in warm_start_lines(directory.settings())))
             leader = SearchWorker(
                 directory,
                 worker,

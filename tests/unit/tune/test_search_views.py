@@ -9,6 +9,7 @@ from rich.console import Console
 
 from lockstep.tune.record.journal import SearchPlan, SearchRecord
 from lockstep.tune.results.live_views import SearchLines, choose_search_view, line_of, watch_search
+from lockstep.tune.results.summary import time_left_s
 from lockstep.tune.results.terminal_view import picture
 from made_trials import trial
 
@@ -124,3 +125,24 @@ def test_a_search_is_watched_until_it_is_over(tmp_path):
     once = io.StringIO()
     watch_search(tmp_path, once, {}, once=True, is_over=lambda: False)
     assert once.getvalue() == line_of(replace(record_of(), settings={"trials": 3})) + "\n" == "0 of 3 trials\n"
+
+
+def test_the_time_that_is_left_goes_by_the_last_trials_and_the_workers_that_run():
+    ended = [trial(number, [1.0], began=0.0, ended=1000.0) for number in range(10)]
+    ended += [trial(10 + number, [1.0], began=number * 10.0, ended=number * 10.0 + 10) for number in range(60)]
+    running = [trial(70 + worker, [], "running", began=700.0, worker=worker) for worker in range(2)]
+    record = replace(record_of(*ended, *running), settings={"trials": 100})
+    # 28 have not begun; the two that run have been running for five seconds.
+    by_the_last = sorted(ended, key=lambda one: one.ended_at_s)[-50:]
+    mean_s = sum(one.run_s for one in by_the_last) / 50
+    assert time_left_s(record, 705.0) == pytest.approx((28 * mean_s + 2 * (mean_s - 5)) / 2)
+    assert time_left_s(record_of(*ended), 705.0) is None
+    assert time_left_s(record_of(*running), 705.0) is None
+    repeated = replace(record, settings={"trials": 100, "repeats": 3, "repeat_best": 4})
+    assert time_left_s(repeated, 705.0) == pytest.approx((40 * mean_s + 2 * (mean_s - 5)) / 2)
+    assert " left" in drawn(record, now_s=705.0)
+
+
+def test_the_last_improvement_is_told():
+    said = drawn(record_of(trial(0, [2.0], ended=1.0), trial(1, [1.5], ended=2.0), trial(2, [1.9], ended=12.0)))
+    assert "last improvement: trial 1, from 2 to 1.5, 10 s and 1 trial ago" in said

@@ -12,8 +12,10 @@ from lockstep.tune.stopping import (
     STOPPING_WORDS,
     AnyOf,
     DynamicSurrogate,
+    EndedCurves,
     Median,
     NeverStops,
+    OtherTrials,
     Patience,
     StaticSurrogate,
     SuccessiveHalving,
@@ -54,6 +56,23 @@ def test_the_order_of_the_others_does_not_matter_and_equal_questions_have_equal_
     mine, others = search
     shuffled = random.Random(seed).sample(others, len(others))
     assert rule.stops(mine, others) == rule.stops(mine, shuffled) == rule.stops(mine, others)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@settings(max_examples=40)
+@given(search=searches(), data=st.data())
+def test_what_was_sorted_as_trials_ended_gives_the_same_answers(rule, search, data):
+    mine, others = search
+    waiting = [one for one in others if one.state != "running"]
+    curves, running = EndedCurves(), [one for one in others if one.state == "running"]
+    while True:
+        known = [one for one in others if one not in waiting]
+        assert rule.stops(mine, OtherTrials(curves, running, lambda known=known: known)) == rule.stops(mine, known)
+        if not waiting:
+            break
+        count = data.draw(st.integers(1, len(waiting)))
+        curves.add(waiting[:count])
+        del waiting[:count]
 
 
 @given(search=searches(), patience=st.integers(1, 6))

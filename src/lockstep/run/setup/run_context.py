@@ -37,6 +37,7 @@ from lockstep.run.state.registered import State
 from lockstep.run.stopping.leave_agreement import LeaveAgreement
 from lockstep.run.stopping.save_stop import SaveStopController
 from lockstep.run.stopping.stop_requests import JobDeadline, StopRequests
+from lockstep.seeding import seed_of
 from lockstep.settings import ResolvedSettings, Settings
 from lockstep.step_record import MeasureRequest
 from lockstep.strategies import ReplicaAssignment, ServerStrategy, Strategy, StrategyContext, open_strategy
@@ -115,6 +116,10 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         MismatchError: if the ranks have different settings.
     """
     _refuse_child_import()
+    if (trial := current_trial()) is not None and trial.repeat:
+        # The same for all trials that are repeated, so that luck is shared among those that are compared.
+        seed = seed_of(resolved.values.seed, "repeat", trial.repeat)
+        resolved = replace(resolved, values=replace(resolved.values, seed=seed))
     settings = resolved.values
     refuse_unknown_trackers(settings.track or "")
     marker = progress_marker()

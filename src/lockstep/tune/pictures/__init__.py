@@ -5,7 +5,6 @@ What only this search has, progress, workers and descent, is drawn here; the res
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report import new_figure, save_svg
-from lockstep.tune.pictures import descent, progress, timeline
+from lockstep.tune.pictures import descent, importance, progress, timeline
 from lockstep.tune.pictures.drawing import Figure, Picture, say_nothing, styled
 from lockstep.tune.record.journal import SearchRecord
+from lockstep.tune.results.importance import has_optuna
 from lockstep.tune.results.optuna_study import study_of
 
 PICTURES: Final[tuple[Picture, ...]] = (
@@ -26,7 +26,6 @@ PICTURES: Final[tuple[Picture, ...]] = (
 #: The names of the files that Optuna draws, and what each shows.
 OPTUNA_TITLES: Final = {
     "parallel_coordinates": "Each trial as a line across its parameters to its loss",
-    "importance": "How much each parameter matters to the loss: PED-ANOVA",
     "slices": "The loss over each parameter by itself",
 }
 
@@ -41,16 +40,10 @@ def draw_pictures(record: SearchRecord, directory: str | os.PathLike[str]) -> tu
     return own + (_draw_with_optuna(record, Path(directory)) if has_optuna() else ())
 
 
-def has_optuna() -> bool:
-    """Whether Optuna is installed."""
-    return importlib.util.find_spec("optuna") is not None
-
-
 def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]:
     """``NAME.svg`` in ``directory`` for each of `OPTUNA_TITLES`; returns the paths.
 
-    Trials that were stopped early or have failed are left out. The importances are those of Watanabe et al., PED-ANOVA
-    (2023), https://arxiv.org/abs/2304.10255, of the parameters that all trials have.
+    Trials that were stopped early or have failed are left out. What was computed by Optuna is drawn here, with numbers.
 
     Raises:
         SettingError: if Optuna or matplotlib is not installed.
@@ -59,17 +52,14 @@ def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]
     from matplotlib import pyplot
     from optuna import visualization
     from optuna.exceptions import ExperimentalWarning
-    from optuna.importance import PedAnovaImportanceEvaluator
 
     plots: Any = visualization.matplotlib
     loss: dict[str, Any] = {"target": lambda trial: trial.values[0], "target_name": "loss"}
     with styled(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ExperimentalWarning)  # of the evaluator, and of all that it draws so
-        evaluator: Any = PedAnovaImportanceEvaluator()
+        warnings.simplefilter("ignore", ExperimentalWarning)  # of all that it draws so
         warnings.simplefilter("ignore", UserWarning)  # of axes that it shares between parameters
         draw: dict[str, Callable[[], Figure]] = {
             "parallel_coordinates": lambda: plots.plot_parallel_coordinate(study, **loss),
-            "importance": lambda: plots.plot_param_importances(study, evaluator=evaluator, **loss),
             "slices": lambda: plots.plot_slice(study, **loss),
         }
         for name, title in OPTUNA_TITLES.items():
@@ -81,4 +71,5 @@ def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]
                 say_nothing(figure.subplots(), str(error).splitlines()[0])
             save_svg(figure, directory / f"{name}.svg", title)
             pyplot.close(figure)
-    return tuple(directory / f"{name}.svg" for name in OPTUNA_TITLES)
+    own = importance.PICTURE.write(record, directory)
+    return tuple(directory / f"{name}.svg" for name in OPTUNA_TITLES) + own

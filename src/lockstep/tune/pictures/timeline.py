@@ -28,7 +28,7 @@ def rows(record: SearchRecord) -> list[Row]:
         newest = max(newest, trial.ended_at_s or trial.began_at_s, *(report.at_s for report in trial.reports), began)
     found: list[Row] = []
     free: dict[int, float] = {}
-    for trial in sorted(record.trials, key=lambda one: (one.worker, one.ended_at_s or newest, one.number)):
+    for trial in sorted(record.evaluations, key=lambda one: (one.worker, one.ended_at_s or newest, one.number)):
         end = (newest if trial.ended_at_s is None else trial.ended_at_s) - began
         # A trial that was interrupted and resumed later did not run all of the time.
         begin = max(trial.began_at_s - began, end - trial.run_s) if trial.ended_at_s else trial.began_at_s - began

@@ -27,6 +27,8 @@ class TrialBegan:
     parents: tuple[int, ...] = ()
     operator: str = ""
     inherits: int | None = None
+    repeats: int | None = None  #: the trial of which this one is a further evaluation...
+    repeat: int | None = None  #: ... and which of them, from 1
 
 
 @dataclass(frozen=True, slots=True)

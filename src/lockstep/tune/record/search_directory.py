@@ -2,6 +2,8 @@
 
 RUN/search.json           what is searched
 RUN/claims                which worker has which trial
+RUN/planned.json          trials that users have enqueued, and repeats, by the numbers that are bound to them
+RUN/warm_start.json       what is known from other searches
 RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
 RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
 RUN/trials/00000/         the files of a trial: metrics, checkpoints
@@ -23,6 +25,8 @@ from lockstep.errors import SettingError
 from lockstep.records import of_kind, read_object
 from lockstep.small_files import create_text, replace_text
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
+from lockstep.tune.record.planned_trials import enqueue
+from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.search import Space
 from lockstep.tune.search_settings import FIXED, SearchSettings
 
@@ -86,7 +90,7 @@ class SearchDirectory:
         return any(not self.is_gone(int(path.stem.removeprefix("worker-"))) for path in locks)
 
     def begin(self, space: Space, settings: SearchSettings, workers: int, options: Mapping[str, object]) -> None:
-        """Write the space and the settings, or compare them with those that were written before.
+        """Write the space, the settings and what is enqueued, or compare them with those that were written before.
 
         Args:
             space: what is searched.
@@ -96,11 +100,15 @@ class SearchDirectory:
 
         Raises:
             SettingError: if the directory holds a search over another space, or with another seed or number of
-                objectives.
+                objectives, or was begun with the trials of other searches.
         """
         written = settings.to_json() | {"workers": workers, "options": dict(options)}
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if told := WarmStart.begin(self.path, space, settings.objectives, settings.warm_start).told:
+            written["warm_start"] = {source: dict(found) for source, found in told.items()}
         plan = SearchPlan(space.to_json(), written)
         if SearchPlan.read(self.path) is None and plan.write(self.path):
+            enqueue(self.path, settings.enqueue, again=False)
             return
         before = SearchPlan.read(self.path)
         assert before is not None, "it was there, or was written"
@@ -117,12 +125,18 @@ class SearchDirectory:
                 )
         if before.settings != json.loads(json.dumps(written)):
             plan.replace(self.path)
+        enqueue(self.path, settings.enqueue, again=False)
 
     def options(self) -> Mapping[str, Any]:
         """What the command line says of the settings of the search that runs here; waits until that has begun."""
         while (plan := SearchPlan.read(self.path)) is None and self.is_alive():
             time.sleep(_LOOK_S)
         return {} if plan is None else plan.settings.get("options", {})
+
+    def settings(self) -> Mapping[str, Any]:
+        """The settings of the search that has begun here, as they are written."""
+        plan = SearchPlan.read(self.path)
+        return {} if plan is None else plan.settings
 
     def finish(self, worker: int, log_bytes: int) -> bool:
         """Record that all trials have ended; returns whether this worker is the first that records it.

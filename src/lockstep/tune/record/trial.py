@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -49,11 +50,31 @@ class Trial:
     began_at_s: float = 0.0  #: of the first attempt, in seconds since 1970
     ended_at_s: float | None = None
     run_s: float = 0.0  #: wall time of all attempts, in seconds
+    repeats: tuple[Trial, ...] = ()  #: further evaluations of the same parameters, with other seeds
 
     @property
     def loss(self) -> float:
         """The first of its losses; NaN while there is none."""
         return self.losses[0] if self.losses else math.nan
+
+    @property
+    def repeat_losses(self) -> tuple[float, ...]:
+        """The first loss of each of its repeats that has ended; infinite where that has none."""
+        return tuple(one.loss if one.losses else math.inf for one in self.repeats if one.state != "running")
+
+    @property
+    def mean(self) -> float:
+        """The mean loss of its repeats that have ended, without its own, for which it was chosen; NaN if none has."""
+        losses = self.repeat_losses
+        return sum(losses) / len(losses) if losses else math.nan
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of its repeats' losses; NaN for fewer than two."""
+        losses = self.repeat_losses
+        if len(losses) < 2 or not math.isfinite(self.mean):
+            return math.nan
+        return statistics.stdev(losses)
 
     @property
     def is_cut_short(self) -> bool:

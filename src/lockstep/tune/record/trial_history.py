@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.tune.record.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded
@@ -50,6 +50,8 @@ class TrialHistory:
         self.has_violations = False  #: some trial violates the constraints, so the search has some
         self.ended = 0  #: number of trials that have ended
         self._running: set[int] = set()  # the numbers of those that have begun and not ended
+        self._repeats: dict[int, dict[int, int]] = {}  # by the repeated trial: the number of each repeat
+        self._repeated: dict[int, int] = {}  # by the number of a repeat: the trial that it repeats
         self._expected: dict[int, int] = {}  # by worker: serial number of the next entry
 
     def add(self, entry: Entry) -> bool:
@@ -62,7 +64,12 @@ class TrialHistory:
             self._moves[entry.worker, entry.serial] = record
             return True
         story = self._stories.setdefault(record.number, _Story())
+        # A repeat begins after what it repeats; of another one a damaged file tells.
+        if isinstance(record, TrialBegan) and record.repeats is not None and record.repeats < record.number:
+            self._repeated[record.number] = record.repeats
+            self._repeats.setdefault(record.repeats, {})[record.repeat or 0] = record.number
         self._trials.pop(record.number, None)
+        self._trials.pop(self._repeated.get(record.number, -1), None)
         attempt = story.attempts.setdefault(record.attempt, _Attempt())
         attempt.worker, attempt.last_s = entry.worker, record.at_s
         match record:
@@ -85,17 +92,26 @@ class TrialHistory:
     def trial(self, number: int) -> Trial | None:
         """The trial ``number``; None if the record of its beginning has not been read."""
         if number not in self._trials and number in self._stories:
-            self._trials[number] = _trial(number, self._stories[number], math.inf if self.has_violations else 0.0)
+            made = _trial(number, self._stories[number], math.inf if self.has_violations else 0.0)
+            if made is not None and (repeats := sorted(self._repeats.get(number, {}).items())):
+                found = [self.trial(repeat) for _, repeat in repeats]
+                made = replace(made, repeats=tuple(one for one in found if one is not None))
+            self._trials[number] = made
         return self._trials.get(number)
 
+    def is_repeat(self, number: int) -> bool:
+        """Whether the trial ``number`` is a further evaluation of another one."""
+        return number in self._repeated
+
     def trials(self) -> tuple[Trial, ...]:
-        """All trials whose beginning has been read, in the order of their numbers."""
-        found = map(self.trial, sorted(self._stories))
+        """All trials whose beginning has been read, in the order of their numbers; repeats are parts of theirs."""
+        found = map(self.trial, sorted(self._stories.keys() - self._repeated.keys()))
         return tuple(trial for trial in found if trial is not None)
 
     def running(self) -> tuple[Trial, ...]:
-        """The trials that have begun and not ended, in the order of their numbers."""
-        return tuple(trial for trial in map(self.trial, sorted(self._running)) if trial is not None)
+        """The trials that have begun and not ended, in the order of their numbers, without repeats."""
+        running = sorted(self._running - self._repeated.keys())
+        return tuple(trial for trial in map(self.trial, running) if trial is not None)
 
     def moves(self) -> tuple[Move, ...]:
         """All moves between islands, by time."""
@@ -113,6 +129,11 @@ class TrialHistory:
             for move in planned
             if move.what != "replaced"
         )
+
+    @property
+    def next_number(self) -> int:
+        """One more than the highest number of a trial, repeats included."""
+        return 1 + max(self._stories, default=-1)
 
     def has_ended(self, number: int) -> bool:
         """Whether the trial ``number`` has ended."""

@@ -7,9 +7,11 @@ another worker takes them over.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +41,7 @@ class TrialClaims:
         """
         with _Locked(self._file):
             # A record that a crash has cut short is no claim: its number was not returned.
-            number = os.fstat(self._file).st_size // _RECORD
+            number = self.count()
             if number >= most:
                 return None
             self._write(number, worker)
@@ -55,6 +57,20 @@ class TrialClaims:
                 return False
             self._write(number, worker)
             return True
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[int]:
+        """Within, no trial is claimed; gives how many are.
+
+        Raises:
+            SettingError: on a file system without locks.
+        """
+        with _Locked(self._file):
+            yield self.count()
+
+    def count(self) -> int:
+        """How many trials are claimed."""
+        return os.fstat(self._file).st_size // _RECORD
 
     def owners(self) -> tuple[int | None, ...]:
         """The worker of each trial, by number; None where the record is damaged, and the journal has to say."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from lockstep.report import ViewOf, line_interval_s, view_on
-from lockstep.tune.record.journal import SearchRecord, read_search
+from lockstep.tune.record.journal import FollowedSearch, SearchRecord, read_search
 from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import counts_of
 
@@ -124,13 +124,15 @@ def watch_search(
         stream.write(line_of(read_search(run_dir)) + "\n")
         return
     view = choose_search_view(stream, env)
-    try:
-        over = False
-        while not over:
-            over = is_over()  # before the last read, so that it reads all records
-            view.show(read_search(run_dir))
-            if not over:
-                sleep(_LOOK_EVERY_S)
-    finally:
-        view.close()
+    with FollowedSearch(run_dir) as followed:
+        try:
+            over = False
+            while not over:
+                over = is_over()  # before the last read, so that it reads all records
+                began_s = time.monotonic()
+                view.show(followed.record() or read_search(run_dir))
+                if not over:
+                    sleep(max(_LOOK_EVERY_S, 20 * (time.monotonic() - began_s)))
+        finally:
+            view.close()
     view.line(f"the search has ended; lockstep tune --show {run_dir} says more")

@@ -182,6 +182,7 @@ def _frozen(optuna: ModuleType, trial: Trial, space: Space, objectives: int) -> 
         "parents": list(trial.parents), "operator": trial.operator, "inherits": trial.inherits,
         "attempts": trial.attempts, "run_s": trial.run_s, "losses": list(trial.losses), "violation": known,
         "reason": trial.reason, "converged": trial.converged,
+        "repeats": [None if math.isinf(loss) else loss for loss in trial.repeat_losses],
         "reports_at_s": [report.at_s for report in trial.reports],
     }  # fmt: skip
     made: FrozenTrial = optuna.trial.create_trial(

@@ -7,12 +7,13 @@ import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.tune.record.journal import SEARCH_FILE, SearchRecord, read_search
 from lockstep.tune.record.trial import State, Trial
+from lockstep.tune.results.importance import Importance, importances
 from lockstep.tune.search import Space
 from lockstep.tune.search.pareto import front_of
 
@@ -30,8 +31,8 @@ class SearchResult:
     """The trials of a search as they were when it was read; it may still be running.
 
     Trials are ordered by their violation of the constraints first; then those that a stopping rule has cut short by a
-    comparison with others come behind all others; then by their first loss, then by number. Nothing here reads a file
-    or is collective.
+    comparison with others come behind all others; then those with repeats come first, by the mean of these; then by
+    their first loss, then by number. Nothing here reads a file or is collective.
     """
 
     record: SearchRecord
@@ -59,12 +60,12 @@ class SearchResult:
     def top(self, n: int = 5, island: int | None = None) -> tuple[Trial, ...]:
         """The ``n`` best trials with a loss, best first; with ``island`` only those bred there. O(trials log n)."""
         ended = (trial for trial in self.trials if trial.losses and island in (None, trial.island))
-        return tuple(heapq.nsmallest(n, ended, key=rank_of))
+        return tuple(heapq.nsmallest(n, ended, key=_final_rank))
 
     def top_by_island(self, n: int = 5) -> Mapping[int, tuple[Trial, ...]]:
         """The ``n`` best trials of each island, by the number of the island. O(trials log trials)."""
         bred: defaultdict[int, list[Trial]] = defaultdict(list)
-        for trial in sorted((trial for trial in self.trials if trial.losses), key=rank_of):
+        for trial in sorted((trial for trial in self.trials if trial.losses), key=_final_rank):
             if len(bred[trial.island]) < n:
                 bred[trial.island].append(trial)
         return {island: tuple(bred.get(island, ())) for island in sorted({trial.island for trial in self.trials})}
@@ -101,7 +102,12 @@ class SearchResult:
     @property
     def rank_hours(self) -> float:
         """Hours that ranks spent on trials: the sum over trials of wall time times number of ranks."""
-        return sum(trial.run_s * trial.ranks for trial in self.trials) / 3600
+        return sum(trial.run_s * trial.ranks for trial in self.record.evaluations) / 3600
+
+    @property
+    def importances(self) -> tuple[Importance, ...]:
+        """How much each parameter matters to the loss, with limits; see `lockstep.tune.results.importance`."""
+        return importances(self.record)
 
     def table(self) -> Any:
         """One row for each trial, as in `rows`: a DataFrame where pandas is installed, else a list of dicts."""
@@ -130,6 +136,7 @@ class SearchResult:
             "rank_hours": self.rank_hours,
             "top": {str(island): [_told(trial) for trial in top] for island, top in self.top_by_island(n).items()},
             "pareto_front": [trial.number for trial in self.pareto_front],
+            "importances": [asdict(one) for one in self.importances],
             "failures": [{"reason": one.reason, "trials": one.numbers} for one in self.failures],
             "settings": dict(self.record.settings),
             "space": dict(self.record.space),
@@ -149,14 +156,27 @@ def load(run_dir: str | os.PathLike[str]) -> SearchResult:
     # From the points, since values that the script gave as tuples are lists in JSON.
     if strange := [trial.number for trial in record.trials if not space.has(trial.point)]:
         raise SettingError(f"trial {strange[0]} of {os.fspath(run_dir)} is none of the space in its {SEARCH_FILE}")
-    trials = tuple(replace(trial, params=space.params(trial.point)) for trial in record.trials)
+    trials = tuple(
+        replace(
+            trial,
+            params=space.params(trial.point),
+            repeats=tuple(replace(one, params=space.params(one.point)) for one in trial.repeats),
+        )
+        for trial in record.trials
+    )
     return SearchResult(replace(record, trials=trials))
 
 
 def rank_of(trial: Trial) -> tuple[float, bool, float, int]:
-    """The key by which trials are sorted, best first."""
+    """The key by which trials are sorted, best first, without their repeats."""
     loss = trial.loss
     return trial.violation, trial.is_cut_short, math.inf if math.isnan(loss) else loss, trial.number
+
+
+def _final_rank(trial: Trial) -> tuple[float, bool, bool, float, tuple[float, bool, float, int]]:
+    """Of a trial's own loss, luck has a part: it comes after the means of those that were chosen for theirs."""
+    mean = trial.mean
+    return trial.violation, trial.is_cut_short, math.isnan(mean), 0.0 if math.isnan(mean) else mean, rank_of(trial)
 
 
 def _row(trial: Trial, names: Sequence[str], objectives: int) -> dict[str, object]:
@@ -169,6 +189,9 @@ def _row(trial: Trial, names: Sequence[str], objectives: int) -> dict[str, objec
         "state": trial.state,
         **losses,
         **{f"params.{name}": trial.params.get(name) for name in names},
+        "repeats": len(trial.repeat_losses),
+        "mean": None if math.isnan(trial.mean) else trial.mean,
+        "spread": None if math.isnan(trial.spread) else trial.spread,
         "violation": trial.violation,
         "reports": len(trial.reports),
         "reason": trial.reason,
@@ -191,6 +214,9 @@ def _told(trial: Trial) -> dict[str, Any]:
         "params": dict(trial.params),
         "loss": trial.loss,
         "losses": list(trial.losses),
+        "repeats": list(trial.repeat_losses),
+        "mean": trial.mean,
+        "spread": trial.spread,
         "state": trial.state,
         "island": trial.island,
     }

@@ -1,7 +1,8 @@
 """The view of a search for a terminal.
 
-searching  37/200 trials  ━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  2 m 05 s
+searching  37/200 trials  ━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━  2 m 05 s, 9 m 11 s left
 30 done | 3 stopped early | 4 running | best 0.0123 (trial 31)
+last improvement: trial 31, from 0.0145 to 0.0123, 12 s and 5 trials ago
 
 island   trials   done   stopped   failed      best   by trial
      0       19     15         3        1    0.0123         31
@@ -22,7 +23,7 @@ from lockstep.formatting import duration, plural
 from lockstep.tune.record.journal import SearchRecord
 from lockstep.tune.record.trial import Trial
 from lockstep.tune.results.result import SearchResult
-from lockstep.tune.results.summary import elapsed_s, parameters
+from lockstep.tune.results.summary import elapsed_s, improvement_lines, last_s, parameters, time_left_s
 
 _ISLANDS, _WORKERS = 12, 16
 
@@ -40,13 +41,20 @@ def picture(record: SearchRecord, now_s: float) -> RenderableType:
     words = f"{ended}/{total} trials" if total else plural(ended, "trial")
     bar = ProgressBar(total=total, completed=ended, pulse=total is None)
     elapsed = max(elapsed_s(record), now_s - min((one.began_at_s for one in record.trials), default=now_s))
-    lasted = elapsed if counts["running"] else elapsed_s(record)
-    first.add_row(Text("searching" if counts["running"] else "search", style="bold"), words, bar, duration(lasted))
+    is_running = any(one.state == "running" for one in record.evaluations)
+    lasted = elapsed if is_running else elapsed_s(record)
+    left_s = time_left_s(record, now_s)
+    times = duration(lasted) + (f", {duration(left_s)} left" if left_s is not None else "")
+    first.add_row(Text("searching" if is_running else "search", style="bold"), words, bar, times)
     told = [f"{counts['done']} done", f"{counts['stopped']} stopped early", f"{counts['running']} running"]
     told += [f"{counts['failed']} failed"] if counts["failed"] else []
     told += [f"best {best.loss:.6g} (trial {best.number})" for best in result.top(1)]
     second = Text(" | ".join(told), style="dim", no_wrap=True, overflow="ellipsis")
-    return Group(first, second, Text(""), _islands(result), Text(""), _workers(record, now_s))
+    gains = [
+        Text(line, style="dim", no_wrap=True, overflow="ellipsis")
+        for line in improvement_lines(record, now_s if is_running else last_s(record))
+    ]
+    return Group(first, second, *gains, Text(""), _islands(result), Text(""), _workers(record, now_s))
 
 
 def _islands(result: SearchResult) -> Table:
@@ -66,7 +74,7 @@ def _workers(record: SearchRecord, now_s: float) -> Table:
     table = _table(True, "worker", "island", "ranks", "trial", "reports", "loss", "for")
     table.add_column("parameters", ratio=1, no_wrap=True, overflow="ellipsis")
     newest: dict[int, Trial] = {}
-    for trial in record.trials:
+    for trial in record.evaluations:
         known = newest.get(trial.worker)
         if known is None or (trial.state == "running", trial.number) > (known.state == "running", known.number):
             newest[trial.worker] = trial

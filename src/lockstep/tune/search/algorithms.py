@@ -210,6 +210,7 @@ class Distinct:
         self._algorithm = algorithm
         self._space = space
         self._known: set[Point] = set()
+        self._failed = 0  # how many of what has failed are known
 
     def observe(self, individuals: Sequence[Individual]) -> None:
         """As the algorithm does."""
@@ -222,7 +223,8 @@ class Distinct:
 
     def inform(self, running: Sequence[Point], failed: Sequence[Point], trained_s: float) -> None:
         """Tells the algorithm, if it wants to know; what others evaluate or what has failed is known from now on."""
-        self._known.update(running, failed)
+        self._known.update(running, islice(failed, self._failed, None))
+        self._failed = len(failed)
         if isinstance(self._algorithm, InformedAlgorithm):
             self._algorithm.inform(running, failed, trained_s)
 

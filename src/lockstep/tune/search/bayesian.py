@@ -90,8 +90,8 @@ class BayesianEvolution:
                 continue
             self._population.add([individual])
             is_finite = math.isfinite(individual.losses[0])
-            name = individual.operator if individual.operator in MODELS else EVOLUTION
-            if individual.operator != "uniform" and self._count >= self._start and name in self._rewards:
+            name = _proposer(individual.operator)
+            if self._count >= self._start and name in self._rewards:
                 reward = self._reward(individual) if is_finite else 0.0
                 self._rewards[name] = _MEMORY * self._rewards[name] + (1 - _MEMORY) * reward
             (self._allowed if is_finite and individual.violation == 0 else self._violating).append(individual)
@@ -236,6 +236,13 @@ class BayesianEvolution:
     def _legal(self, genes: Array) -> Array:
         """Points of the space at ``genes`` (n, genes), which may lie beyond its limits."""
         return self._space.snap_all(np.where(self._space.is_choice, genes, reflected(genes)))
+
+
+def _proposer(operator: str) -> str:
+    """Which of those that propose has bred an individual with this operator; "" if none has."""
+    if operator in MOVES or operator.startswith("cma-es"):
+        return EVOLUTION
+    return operator if operator in MODELS else ""
 
 
 def _chosen(known: Sequence[Individual]) -> Sequence[Individual]:

@@ -7,6 +7,7 @@ equal part of that interval (of its logarithm, for ``log``), so that the first a
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -271,6 +272,24 @@ def decoded(value: object) -> object:
     if kind == "dict":
         return {key: decoded(item) for key, item in inner.items()}
     return tuple(map(decoded, inner)) if kind == "tuple" else list(map(decoded, inner))
+
+
+def values_of_word(dimension: Dimension, word: str) -> tuple[object, ...]:
+    """The value that ``word`` of a command line means, if there is one: a number, or a value as Python writes it.
+
+    Raises:
+        SettingError: if it may mean several, such as ``1`` of ``Choice(1, "1")``.
+    """
+    if isinstance(dimension, Choice):
+        exact = [value for value in dimension.values if repr(value) == word]
+        found = exact or [value for value in dimension.values if str(value) == word]
+        if len(found) > 1:
+            raise SettingError(f"{word} may mean {' or '.join(map(repr, found))}; write it as Python does")
+        return tuple(map(copy.deepcopy, found))
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return (kind(word),)
+    return ()
 
 
 def snapped(dimension: Dimension, gene: float) -> float:

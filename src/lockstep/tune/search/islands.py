@@ -286,7 +286,10 @@ def plan_replacement(
     waiting = residents.without_place(worker)
     if not waiting:
         return ()
-    eligible = [one for one in residents.entrusted(island, worker).ranked if one.number not in waiting]
+    ranked = residents.entrusted(island, worker).ranked
+    # As many as are chosen are among twice as many, of which no more than half are copies that wait.
+    ends = {"best": slice(2 * len(waiting)), "worst": slice(-2 * len(waiting), None)}
+    eligible = [one for one in ranked[ends.get(islands.immigrants, slice(None))] if one.number not in waiting]
     chosen = _selected(islands.immigrants, len(waiting), Ranked(eligible), random)
     return tuple(
         Move("replaced", resident, island, island, worker, replaced_by=copy)

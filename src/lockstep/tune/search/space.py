@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lockstep.errors import SettingError
+from lockstep.formatting import did_you_mean
 from lockstep.tune.search.dimensions import (
     Choice,
     Dimension,
@@ -22,6 +24,7 @@ from lockstep.tune.search.dimensions import (
     encoded,
     snapped,
     snapped_all,
+    values_of_word,
 )
 from lockstep.tune.search.individual import Point
 
@@ -91,8 +94,12 @@ class Space:
             if exists
         }
 
-    def point(self, params: Mapping[str, object]) -> Point:
+    def point(self, params: Mapping[str, object], *, with_others: bool = False) -> Point:
         """The point of ``params``: ``params(point(p))`` is ``p``, floats up to rounding (1e-15 of their range).
+
+        Args:
+            params: the parameters by name.
+            with_others: there may be some that the space does not have.
 
         Raises:
             SettingError: if one is missing, unknown or outside of its dimension.
@@ -109,11 +116,84 @@ class Space:
                 raise SettingError(f"params={dict(params)}: {gene.name} is missing; give it, of {gene.dimension}")
             used.add(gene.name)
             point.append(gene.dimension.gene(params[gene.name]))
-        if unknown := [name for name in params if name not in used]:
+        if not with_others and (unknown := [name for name in params if name not in used]):
             raise SettingError(
                 f"params={dict(params)}: the space has no {', '.join(unknown)} at these values; leave it out"
             )
         return tuple(point)
+
+    def complete(self, params: Mapping[str, object], point: Point, random: np.random.Generator) -> Point:
+        """The point of ``params``, with the genes of ``point`` for those that are not given.
+
+        A dimension that ``params`` opens and ``point`` does not have is drawn uniformly.
+
+        Raises:
+            SettingError: as `check_some` does.
+        """
+        self.check_some(params)
+        had, drawn = self.active(point), random.random(len(self)) * self.widths
+        found: list[float] = []
+        active: list[bool] = []
+        for index, gene in enumerate(self.genes):
+            active.append(_exists(gene, found, active))
+            if active[-1] and gene.name in params:
+                found.append(gene.dimension.gene(params[gene.name]))
+            else:
+                found.append(point[index] if had[index] else float(drawn[index]))
+        return self.snap(found)
+
+    def check_some(self, params: Mapping[str, object]) -> None:
+        """Check parameters that need not be all: each is in its dimension, and exists whatever the others are.
+
+        Raises:
+            SettingError: if that is not so.
+        """
+        certain: list[bool] = []  # of each gene, that it exists
+        used = set()
+        for gene in self.genes:
+            opener = None if gene.opened_by is None else self.genes[gene.opened_by[0]]
+            certain.append(
+                gene.opened_by is None
+                or (
+                    opener is not None
+                    and certain[gene.opened_by[0]]
+                    and opener.name in params
+                    and opener.dimension.gene(params[opener.name]) == gene.opened_by[1]
+                )
+            )
+            if certain[-1] and gene.name in params:
+                gene.dimension.gene(params[gene.name])
+                used.add(gene.name)
+        for name in params:
+            if name not in used:
+                raise SettingError(f"params={dict(params)}: {self._why_not(name)}")
+
+    def _why_not(self, name: str) -> str:
+        for gene in self.genes:
+            if gene.name == name and gene.opened_by is not None:
+                opener = self.genes[gene.opened_by[0]]
+                return f"{name} exists only with {opener.name}={opener.dimension.value(gene.opened_by[1])!r}; give that"
+        return f"the space has no {name}; {did_you_mean(name, [gene.name for gene in self.genes])}"
+
+    def params_of_words(self, text: str) -> dict[str, Any]:
+        """The parameters that ``text`` gives as ``NAME=VALUE,NAME=VALUE``; not all of the space need be there.
+
+        Raises:
+            SettingError: if that cannot be read as values of this space.
+        """
+        params: dict[str, Any] = {}
+        for word in re.split(r",(?=[^,=]+=)", text):
+            name, sign, value = word.partition("=")
+            if not sign or not name or name in params:
+                raise SettingError(f"{text!r}: write NAME=VALUE,NAME=VALUE, each name once")
+            genes = [gene for gene in self.genes if gene.name == name]
+            if not genes:
+                raise SettingError(f"{text!r}: {self._why_not(name)}")
+            # Several values of a choice may open dimensions of one name.
+            params[name] = next((found for gene in genes for found in values_of_word(gene.dimension, value)), value)
+            if len(genes) == 1:
+                genes[0].dimension.gene(params[name])
+        return params
 
     def active(self, point: Point) -> tuple[bool, ...]:
         """Which dimensions exist at ``point``."""

@@ -5,7 +5,7 @@ surrogates     rules that compare a curve with another one, or with a forecast
 curves         the losses of a trial; the order of stopped and finished trials at equal budget
 """
 
-from lockstep.tune.stopping.curves import losses_at_equal_budget, order_at_equal_budget
+from lockstep.tune.stopping.curves import EndedCurves, OtherTrials, losses_at_equal_budget, order_at_equal_budget
 from lockstep.tune.stopping.rules import (
     STOPPING_WORDS,
     AnyOf,
@@ -22,8 +22,10 @@ __all__ = [
     "STOPPING_WORDS",
     "AnyOf",
     "DynamicSurrogate",
+    "EndedCurves",
     "Median",
     "NeverStops",
+    "OtherTrials",
     "Patience",
     "StaticSurrogate",
     "StoppingRule",

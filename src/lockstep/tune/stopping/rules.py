@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
@@ -11,7 +12,7 @@ from lockstep.formatting import plural
 from lockstep.option_words import split_options
 from lockstep.settings import read_options
 from lockstep.tune.record.trial import Trial
-from lockstep.tune.stopping.curves import losses_of, median, reached
+from lockstep.tune.stopping.curves import last, losses_of, mean, values_at
 from lockstep.tune.stopping.surrogates import DynamicSurrogate, StaticSurrogate
 
 
@@ -73,11 +74,12 @@ class Median:
         budget = len(losses)
         if budget <= self.warmup or not losses:
             return ""
-        averages = [sum(curve) / budget for curve in reached(others, budget)]
-        if len(averages) < self.trials or min(losses) <= median(averages):
+        averages = values_at(others, budget, mean)
+        # Of two middles the greater, so that it is a value that somebody has.
+        if len(averages) < self.trials or min(losses) <= (median := averages[len(averages) // 2]):
             return ""
         return (
-            f"best loss {min(losses):.6g} after {plural(budget, 'report')} is above {median(averages):.6g}, the median "
+            f"best loss {min(losses):.6g} after {plural(budget, 'report')} is above {median:.6g}, the median "
             f"of {plural(len(averages), 'trial')} by then"
         )
 
@@ -116,9 +118,9 @@ class SuccessiveHalving:
         losses = losses_of(trial)
         if not losses or not self.is_rung(len(losses)):
             return ""
-        rivals = [curve[-1] for curve in reached(others, len(losses))]
+        rivals = values_at(others, len(losses), last)
         here = len(rivals) + 1
-        better = sum(rival < losses[-1] for rival in rivals)
+        better = bisect.bisect_left(rivals, losses[-1])
         if here < self.eta or better < here // self.eta:
             return ""
         return (

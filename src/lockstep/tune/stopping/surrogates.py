@@ -10,7 +10,7 @@ from typing import Final
 from lockstep.errors import SettingError
 from lockstep.formatting import plural
 from lockstep.tune.record.trial import Trial
-from lockstep.tune.stopping.curves import finished, losses_of
+from lockstep.tune.stopping.curves import best_finished, finished, losses_of
 from lockstep.tune.stopping.gaussian_process import Curve, forecast
 
 #: Beyond these the forecast takes longer than it can gain.
@@ -111,15 +111,15 @@ class StaticSurrogate:
     def stops(self, trial: Trial, others: Sequence[Trial]) -> str:
         """That ``trial`` is behind what the best of ``others`` had after as many reports; "" if within the margin."""
         losses = losses_of(trial)
-        ranked = finished(others)
-        if not ranked or not losses or len(losses) <= self.warmup:
+        best = best_finished(others)
+        if best is None or not losses or len(losses) <= self.warmup:
             return ""
-        measure = losses_of(ranked[0])[len(losses) - 1 : len(losses)]
+        measure = losses_of(best)[len(losses) - 1 : len(losses)]
         if not measure or not math.isfinite(measure[0]):
             return ""
         if losses[-1] - measure[0] <= (1 / self.margin - 1) * abs(measure[0]):
             return ""
         return (
-            f"loss {losses[-1]:.6g} after {plural(len(losses), 'report')}; the best trial, number {ranked[0].number}, "
+            f"loss {losses[-1]:.6g} after {plural(len(losses), 'report')}; the best trial, number {best.number}, "
             f"had {measure[0]:.6g}, and the margin is {self.margin:g}"
         )

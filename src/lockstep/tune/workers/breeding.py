@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -37,6 +37,7 @@ class Breeding:
         seed: of the search.
         worker: the number of this worker.
         workers: number of workers of the search.
+        known: from other searches; each island breeds from them, and they move nowhere.
     """
 
     def __init__(
@@ -49,12 +50,16 @@ class Breeding:
         seed: int,
         worker: int,
         workers: int,
+        known: Iterable[Individual] = (),
     ) -> None:
         self.island: Final = islands.island_of(worker)
+        self._space: Final = space
         self._islands, self._seed, self._worker, self._workers = islands, seed, worker, workers
         spec = islands.algorithm_of(self.island) if algorithm is None else algorithm
         here = max(1, len(islands.workers_of(self.island, workers)))
         self._algorithm = make_algorithm(spec, space, objectives=objectives, worker=worker, workers=here)
+        if known := list(known):
+            self._algorithm.observe(known)
         self._residents = Residents()
         self._failed: list[Point] = []  # on this island
         self._trained_s = 0.0  # of all trials of this island, in seconds
@@ -80,6 +85,10 @@ class Breeding:
         points = [trial.point for trial in running if trial.island == self.island]
         self._algorithm.inform(points, self._failed, self._trained_s)
         return self._algorithm.propose(self._random(number, 0))
+
+    def complete(self, number: int, params: Mapping[str, object], point: Point) -> Point:
+        """The point of the trial ``number`` with ``params``, and else that of its proposal."""
+        return self._space.complete(params, point, self._random(number, 2))
 
     def plan_moves(self, number: int) -> tuple[Move, ...]:
         """The moves between islands after this worker's trial ``number``, which `learn` was called with."""

@@ -50,6 +50,7 @@ from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.live_views import choose_search_view, watch_search
 from lockstep.tune.results.result import SearchResult
+from lockstep.tune.results.summary import warm_start_lines
 
 #: A worker whose ranks fail this often in a row before they begin a trial is not started again.
 _FAILED_STARTS = 3
@@ -131,6 +132,7 @@ class Driver:
         self._codes: dict[WorkerSpec, int] = {}  # of workers that have ended
         self._stops = Stops()
         self._forwarded = 0
+        self._has_begun = False  # as far as is shown
         self._began_s = time.time()
         self._view = choose_search_view(err, os.environ)
 
@@ -179,8 +181,10 @@ class Driver:
                 if process.exitcode is not None:
                     self._ended(spec, process)
             if time.monotonic() >= next_show_s:
-                next_show_s = time.monotonic() + _SHOW_EVERY_S
+                began_s = time.monotonic()
                 self._show(followed)
+                # A search of very many trials takes a while to be shown, and its ranks need the CPU.
+                next_show_s = time.monotonic() + max(_SHOW_EVERY_S, 20 * (time.monotonic() - began_s))
         self._show(followed)
 
     def _show(self, followed: FollowedSearch) -> None:
@@ -190,6 +194,10 @@ class Driver:
             if cut.at_s >= self._began_s:  # in a search that goes on, others were told before
                 self._view.line(f"trial {cut.number}, attempt {cut.attempt}: {cut.reason}; it is tried again")
         if record is not None:
+            if not self._has_begun:
+                self._has_begun = True
+                for line in warm_start_lines(record.settings):
+                    self._view.line(line)
             self._view.show(record)
 
     def _start(self, spec: WorkerSpec) -> None:
@@ -300,6 +308,8 @@ class Driver:
             return EXIT_FAILED
         result = SearchResult(record)
         is_over = len(record.trials) - result.counts["running"] >= int(record.settings["trials"])
+        if record.settings.get("repeats"):
+            is_over &= finished is not None
         with contextlib.suppress(OSError):
             (self._directory.path / STOP_FILE).unlink(missing_ok=True)
         if not is_over and (self._stops.times or EXIT_STOPPED in self._codes.values()):

@@ -9,28 +9,33 @@ claims say which trials it had begun.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from lockstep.checkpoint import list_checkpoints
+from lockstep.errors import SettingError
 from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
-from lockstep.tune.record.journal import JournalReader, JournalWriter
+from lockstep.tune.record.improvements import Improvements
+from lockstep.tune.record.journal import JournalReader, JournalWriter, collector_paused
+from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import SearchDirectory
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
-from lockstep.tune.search import Move, Point, Space
-from lockstep.tune.search.pareto import front_of
+from lockstep.tune.search import Move, Point, Proposal, Space
 from lockstep.tune.search_settings import SearchSettings
-from lockstep.tune.stopping import make_stopping
+from lockstep.tune.stopping import EndedCurves, OtherTrials, make_stopping
 from lockstep.tune.workers.breeding import Breeding
+from lockstep.tune.workers.kept_trials import KeptTrials
 from lockstep.tune.workers.outcome import Outcome
 
 
@@ -42,6 +47,8 @@ class TrialOrder(JsonRecord):
     attempt: int
     point: Point
     inherits: int | None
+    repeats: int | None = None  #: the trial that is evaluated again...
+    repeat: int = 0  #: ... the how manieth time
 
 
 class SearchWorker:
@@ -82,28 +89,57 @@ class SearchWorker:
         self._space, self._settings, self._death = space, settings, death
         self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
         self._stopping = make_stopping(settings.stopping)
+        self._warm_start: Final = WarmStart.read(directory.path, space)
         self._breeding = self._new_breeding()
+        self._improvements, self._kept, self._curves = self._new_views()
         with contextlib.ExitStack() as stack:
             self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
             self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
             self._open: Final = stack.pop_all()
+        self._planned: Final = PlannedTrials(directory.path, self._claims)
         self._history: Final = TrialHistory()
-        self._unlearnt: list[int] = []  # trials that have ended and that breeding has not been given yet
-        self._learnt: list[int] = []  # those that it has been given, in their order
+        self._unlearnt: dict[int, None] = {}  # trials that have ended and that breeding has not been given yet
+        self._learnt: dict[int, None] = {}  # those that it has been given, in their order
         self._moves: list[Move] = []  # that it has been given
-        self._learn()
+        with collector_paused():
+            self._learn()
         self._unfinished = self._claimed_before(worker)
         self._began_s = 0.0  # when the current attempt began
 
     @property
     def is_over(self) -> bool:
-        """Whether all trials of the search have ended; after its time limit, all that had begun."""
-        trials = self._settings.trials
-        if self._now() >= self._limit_at_s:
-            trials = min(trials, len(self._claims.owners()))
+        """Whether all trials of the search have ended; after its time limit or its patience, all that had begun."""
         self._learn()
-        return self._history.ended >= trials
+        most, is_late = self._most, self._now() >= self._limit_at_s
+        if is_late:
+            most = min(most, self._claims.count())
+        return self._history.ended >= most and (is_late or not self._unbound_repeats())
+
+    @property
+    def _most(self) -> int:
+        """How many trials there are to be with all repeats, as far as is known now."""
+        bound = self._planned.repeats().values()
+        to_last_repeat = 1 + max(bound, default=-1)
+        if self._improves_no_more:
+            return max(self._claims.count(), to_last_repeat)
+        return max(self._settings.trials + len(bound), to_last_repeat)
+
+    def _unbound_repeats(self) -> list[tuple[int, int]]:
+        """The repeats of what are the best trials now that are bound to no number yet, and the how manieth each is."""
+        if not self._settings.repeats:
+            return []
+        ended = (trial for trial in self._history.trials() if trial.losses and trial.state != "running")
+        best = heapq.nsmallest(self._settings.repeat_best, ended, key=rank_of)
+        bound = self._planned.repeats()
+        wanted = [(trial.number, 1 + index) for index in range(self._settings.repeats) for trial in best]
+        return [one for one in wanted if one not in bound]
+
+    @property
+    def _improves_no_more(self) -> bool:
+        """Whether no further trial begins, for too many have ended without an improvement."""
+        patience = self._settings.patience
+        return patience is not None and self._improvements.longest >= patience
 
     def next(self) -> TrialOrder | None:
         """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
@@ -112,7 +148,7 @@ class SearchWorker:
                 return order
         if self._now() >= min(self._limit_at_s, self._leave_at_s):
             return None
-        while (number := self._claims.claim(self._worker, self._settings.trials)) is not None:
+        while (number := self._claim()) is not None:
             # A power failure may have cost claims of trials that are in the journal.
             self._learn()
             trial = self._history.trial(number)
@@ -127,14 +163,29 @@ class SearchWorker:
                 return order
         return None
 
+    def _claim(self) -> int | None:
+        """Claim a new trial and return its number; None if no further one is to begin."""
+        self._learn()
+        if (number := self._claims.claim(self._worker, self._most)) is None and (wanted := self._unbound_repeats()):
+            # Trials that others evaluate may turn out better; their repeats come then, and nobody waits for them.
+            self._planned.repeat(wanted, self._history.next_number)
+            return self._claims.claim(self._worker, self._most)
+        return number
+
     def report(self, order: TrialOrder, loss: float, step: int) -> str:
         """Record that the trial of ``order`` has reported ``loss``; returns the reason to stop it, or ``""``."""
         self._writer.append(LossReported(order.number, order.attempt, step, loss, self._now()))
         self._learn()
         trial = self._history.trial(order.number)
         assert trial is not None, "it has begun"
-        others = [other for other in self._history.trials() if other.number != order.number]
-        return self._stopping.stops(trial, others)
+        # A repeat is to end as its trial did, and is compared with nobody.
+        return self._stopping.stops(trial, () if order.repeats is not None else self._others(order.number))
+
+    def _others(self, number: int) -> OtherTrials:
+        running = [trial for trial in self._history.running() if trial.number != number]
+        return OtherTrials(
+            self._curves, running, lambda: [other for other in self._history.trials() if other.number != number]
+        )
 
     def end(self, order: TrialOrder, outcome: Outcome) -> None:
         """Record how the attempt of ``order`` ended; an end of the trial is kept as `JournalWriter.append` says."""
@@ -160,8 +211,9 @@ class SearchWorker:
             )
         )
         self._learn()
-        for move in self._breeding.plan_moves(order.number):
-            self._writer.append(_planned(move, at_s))
+        if order.repeats is None:
+            for move in self._breeding.plan_moves(order.number):
+                self._writer.append(_planned(move, at_s))
         self._remove_checkpoints(order.number)
 
     def params(self, order: TrialOrder) -> Mapping[str, object]:
@@ -183,28 +235,46 @@ class SearchWorker:
         return ((loss,) if math.isfinite(loss) else ()), bool(self._stopping.stops(trial, ()))
 
     def _learn(self) -> None:
-        """Read the new records of all workers and give them to breeding."""
+        """Read the new records of all workers and give them to breeding; costs what is new."""
         moves: list[Move] = []
-        had_violations = self._history.has_violations
+        had_violations, is_late = self._history.has_violations, False
         for entry in self._reader.read():
             if not self._history.add(entry):
                 continue
-            if isinstance(entry.record, TrialEnded):
-                self._unlearnt.append(entry.record.number)
-            elif isinstance(entry.record, MovePlanned):
+            if isinstance(entry.record, MovePlanned):
                 moves.append(_move(entry.record))
-        ended = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
-        self._unlearnt = [number for number in self._unlearnt if self._history.trial(number) is None]
-        self._learnt += [trial.number for trial in ended]
+                continue
+            is_late |= entry.record.number in self._learnt
+            if isinstance(entry.record, TrialEnded) and entry.record.number not in self._learnt:
+                self._unlearnt[entry.record.number] = None
+        known = [trial for number in self._unlearnt if (trial := self._history.trial(number)) is not None]
+        for trial in known:
+            del self._unlearnt[trial.number]
+        ended = [trial for trial in known if not self._history.is_repeat(trial.number)]
+        self._learnt |= dict.fromkeys(trial.number for trial in ended)
         self._moves += moves
+        viewed = ended
+        if is_late or self._history.has_violations != had_violations:
+            # Of trials that were learnt, something else is known now, such as the records of an earlier attempt.
+            self._improvements, self._kept, self._curves = self._new_views()
+            viewed = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
         if self._history.has_violations and not had_violations:
-            # Stopped trials are not those any more that were learnt: it is unknown whether they violate constraints,
-            # and there are some. Breed from what is known now, as a worker does that begins again.
+            # It is unknown whether stopped trials violate constraints, and there are some. Breed from what is known
+            # now, as a worker does that begins again.
             self._breeding = self._new_breeding()
-            ended = [trial for number in self._learnt if (trial := self._history.trial(number)) is not None]
-            moves = self._moves
+            ended, moves = viewed, self._moves
+        self._improvements.add(viewed)
+        self._curves.add(viewed)
+        if self._kept is not None:
+            self._kept.add(viewed)
         if ended or moves:
             self._breeding.learn(ended, moves)
+
+    def _new_views(self) -> tuple[Improvements, KeptTrials | None, EndedCurves]:
+        """What is known of the ended trials beside breeding, before any has."""
+        keep = self._settings.keep_trials
+        kept = None if keep is None else KeptTrials(keep, self._settings.objectives)
+        return Improvements(self._settings.min_improvement), kept, EndedCurves()
 
     def _new_breeding(self) -> Breeding:
         """Breeding that has learnt of no trial."""
@@ -217,15 +287,16 @@ class SearchWorker:
             seed=settings.seed,
             worker=self._worker,
             workers=self._workers,
+            known=self._warm_start.individuals(),
         )
 
     def _begin(self, number: int) -> TrialOrder:
         self._learn()
         # Of a beginning with other parameters, which no journal knows any more: its checkpoints are not this trial's.
         shutil.rmtree(self._directory.trial(number), ignore_errors=True)
-        proposal = self._breeding.propose(number, self._history.running())
+        proposal = self._proposal(number)
         inherits = self._parent_with_weights(proposal.parents) if self._settings.inherit_weights else None
-        order = TrialOrder(number, 1, proposal.point, inherits)
+        order = self._order(number, 1, proposal.point, inherits)
         self._began_s = self._now()
         self._writer.append(
             TrialBegan(
@@ -239,9 +310,28 @@ class SearchWorker:
                 parents=proposal.parents,
                 operator=proposal.operator,
                 inherits=inherits,
+                repeats=order.repeats,
+                repeat=order.repeat or None,
             )
         )
         return order
+
+    def _order(self, number: int, attempt: int, point: Point, inherits: int | None) -> TrialOrder:
+        planned = self._planned.by_number().get(number, PlannedTrial(number, None))
+        return TrialOrder(number, attempt, point, inherits, planned.repeats, planned.repeat)
+
+    def _proposal(self, number: int) -> Proposal:
+        planned = self._planned.by_number().get(number)
+        if planned is None:
+            return self._breeding.propose(number, self._history.running())
+        if planned.repeats is not None:
+            repeated = self._history.trial(planned.repeats)
+            assert repeated is not None, "it has ended"
+            return Proposal(repeated.point, (repeated.number,), "repeat")
+        with contextlib.suppress(SettingError):  # where not all parameters are given
+            return Proposal(self._space.point(planned.params), (), "enqueued")
+        chosen = self._breeding.propose(number, self._history.running()).point
+        return Proposal(self._breeding.complete(number, planned.params, chosen), (), "enqueued")
 
     def _go_on_with(self, number: int) -> TrialOrder | None:
         """Another attempt at the trial ``number``, which this worker has claimed; None if it has ended, or does now."""
@@ -250,7 +340,7 @@ class SearchWorker:
         trial = self._history.trial(number)
         if trial is None:
             return self._begin(number)
-        order = TrialOrder(number, trial.attempts, trial.point, trial.inherits)
+        order = self._order(number, trial.attempts, trial.point, trial.inherits)
         death, self._death = self._death, None
         if death is not None and trial.worker == self._worker:
             self._began_s = self._history.began_at_s(number)
@@ -261,7 +351,7 @@ class SearchWorker:
             self.end(order, Outcome("interrupted", reason=death.reason))
         self._began_s = self._now()
         self._writer.append(TrialBegan(number, trial.attempts + 1, self._ranks, self._began_s))
-        return TrialOrder(number, trial.attempts + 1, trial.point, trial.inherits)
+        return replace(order, attempt=trial.attempts + 1)
 
     def _claimed_before(self, worker: int) -> list[int]:
         """The trials of ``worker`` that have not ended."""
@@ -277,7 +367,7 @@ class SearchWorker:
     def _take_over(self) -> int | None:
         """Claim a trial of a worker that does not run any more and return its number; None if there is none."""
         gone: dict[int | None, bool] = {self._worker: False, None: True}
-        for number, claimed in enumerate(self._claims.owners()[: self._settings.trials]):
+        for number, claimed in enumerate(self._claims.owners()[: self._most]):
             if self._history.has_ended(number):
                 continue
             owner = self._owner(number, claimed)
@@ -294,24 +384,16 @@ class SearchWorker:
         return next((one for one in parents if list_checkpoints(self._directory.trial(one) / CHECKPOINTS)), None)
 
     def _remove_checkpoints(self, number: int) -> None:
-        """Remove the checkpoints of trials that are not among the best, if this one has any."""
-        keep = self._settings.keep_trials
-        if keep is None or not (self._directory.trial(number) / CHECKPOINTS).exists():
+        """Remove the checkpoints of trials that are not among the best any more, and of this one if it is not."""
+        if self._kept is None:
             return
-        trials = self._history.trials()
-        ended = sorted((trial for trial in trials if trial.losses and trial.state != "running"), key=rank_of)
-        needed = {trial.number for trial in ended[:keep]} | {
-            trial.inherits for trial in trials if trial.state == "running"
-        }
-        left = ended[keep : keep + 2]  # those that were among the best until now
-        if self._settings.objectives > 1 and keep:
-            feasible = [trial for trial in ended if not trial.violation]
-            needed |= {feasible[index].number for index in front_of([trial.losses for trial in feasible])}
-            left = ended[keep:]  # any of them may have been on the front
-        for trial in (*left, *(one for one in trials if one.number == number)):
-            if trial.number not in needed:
-                for checkpoints in self._directory.trial(trial.number).glob(f"**/{CHECKPOINTS}"):
-                    shutil.rmtree(checkpoints, ignore_errors=True)
+        needed = {trial.inherits for trial in self._history.running()}
+        gone = self._kept.take_dropped(needed)
+        if number not in self._kept and number not in needed:
+            gone.add(number)
+        for trial in gone:
+            for checkpoints in self._directory.trial(trial).glob(f"**/{CHECKPOINTS}"):
+                shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def _planned(move: Move, at_s: float) -> MovePlanned:

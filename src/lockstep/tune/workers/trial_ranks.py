@@ -125,6 +125,7 @@ class TrialRank:
             directory=self._directory.trial(order.number),
             attempt=order.attempt,
             inherits=None if order.inherits is None else self._directory.trial(order.inherits),
+            repeat=order.repeat,
             report=lambda loss, step: self._report(order, loss, step),
         )
         self._stopped = ""
@@ -149,7 +150,8 @@ class TrialRank:
     def _outcome(self, order: TrialOrder, trial: CurrentTrial) -> tuple[Outcome, BaseException | None]:
         try:
             # Workers begin alike; their trials are not to draw alike, and a trial that is evaluated again is.
-            seed_generators(seed_of(self._settings.seed, "trial", order.number))
+            key = ("repeat", order.repeat) if order.repeat else ("trial", order.number)
+            seed_generators(seed_of(self._settings.seed, *key))
             with evaluating(trial), self._stops.interrupting():
                 value = self._objective.evaluate(self._space.params(order.point), self._settings.seed)
         except TrialStopped as stop:

@@ -182,3 +182,42 @@ def test_how_many_points_there_are():
 def test_what_cannot_be_used_is_said_with_the_way_out(given, words):
     with pytest.raises(SettingError, match=words):
         given()
+
+
+@given(space=any_space, seed=st.integers(0, 9), data=st.data())
+def test_what_is_given_is_met_and_the_rest_is_chosen(space, seed, data):
+    random = np.random.default_rng(seed)
+    wanted, proposed = space.params(space.sample(random)), space.sample(random)
+    names = data.draw(st.sets(st.sampled_from(sorted(wanted)))) if wanted else set()
+    # A dimension that a choice opens needs the choice.
+    names |= {"choice", "j"} & wanted.keys()
+    some = {name: value for name, value in wanted.items() if name in names}
+    found = space.params(space.complete(some, proposed, random))
+    assert found.keys() >= some.keys()
+    for name, value in some.items():
+        assert found[name] == (pytest.approx(value) if isinstance(value, float) else value)
+    assert space.complete(wanted, proposed, random) == pytest.approx(space.point(wanted))
+
+
+def test_words_of_a_command_line_are_values():
+    space = Space.of(
+        {"lr": Float(1e-4, 1, log=True), "n": Int(1, 8), "kind": Choice("a", ("b", 2), 1, "1", None, True), "b": Bool()}
+    )
+    assert space.params_of_words("lr=1e-3,n=4,kind=a,b=True") == {"lr": 1e-3, "n": 4, "kind": "a", "b": True}
+    assert space.params_of_words("kind=('b', 2),n=1") == {"kind": ("b", 2), "n": 1}
+    assert [space.params_of_words(f"kind={word}")["kind"] for word in ("1", "'1'", "None", "True")] == [
+        1,
+        "1",
+        None,
+        True,
+    ]
+    for words, why in (
+        ("lr", "NAME=VALUE"),
+        ("lr=1,lr=1", "each name once"),
+        ("lr=2", "no number from 0.0001 to 1"),
+        ("n=1.5", "no whole number"),
+        ("kind=b", "none of its values"),
+        ("l=1", "the space has no l"),
+    ):
+        with pytest.raises(SettingError, match=why):
+            space.params_of_words(words)
