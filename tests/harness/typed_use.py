@@ -31,6 +31,7 @@ from lockstep.tune import (
     StoppingRule,
     Trial,
     draw_pictures,
+    enqueue,
     export_optuna,
     import_optuna,
     load,
@@ -233,6 +234,7 @@ def use_tune(storage: Path) -> None:
     result = tune(train_once, space, islands=Islands(2), stopping=Halving(), workers=2, ranks_per_worker=[1, 2])
     assert_type(result, SearchResult)
     assert_type(load("runs/search"), SearchResult)
+    assert_type(enqueue("runs/search", [{"rate": 0.1}], again=False), tuple[int, ...])
     assert_type(show(result.record, width=80), str)
     assert_type(draw_pictures(result.record, storage), tuple[Path, ...])
     assert_type(export_optuna("runs/search", storage), str)
@@ -247,6 +249,7 @@ def use_search_result(result: SearchResult) -> None:
     assert_type(result.counts["done"], int)
     assert_type([failure.reason for failure in result.failures], list[str])
     assert_type(result.rank_hours, float)
+    assert_type([(one.name, one.share) for one in result.importances], list[tuple[str, float]])
     assert_type(result.rows(), list[dict[str, Any]])
     assert_type(result.to_json(), dict[str, Any])
     print(result.table(), result.record)
@@ -255,6 +258,8 @@ def use_search_result(result: SearchResult) -> None:
 def use_trial(trial: Trial) -> None:
     assert_type((trial.number, trial.island, trial.worker, trial.ranks, trial.attempts), tuple[int, int, int, int, int])
     assert_type(trial.params, Mapping[str, object])
+    assert_type((trial.mean, trial.spread, trial.repeat_losses), tuple[float, float, tuple[float, ...]])
+    assert_type(trial.repeats, tuple[Trial, ...])
     assert_type((trial.point, trial.losses), tuple[tuple[float, ...], tuple[float, ...]])
     assert_type(trial.state, Literal["running", "done", "stopped", "failed"])
     assert_type((trial.violation, trial.loss, trial.began_at_s, trial.run_s), tuple[float, float, float, float])

@@ -12,6 +12,7 @@ what the trials of each have earned so far (probability matching, as between the
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from statistics import NormalDist
@@ -176,7 +177,7 @@ class BayesianEvolution:
     def _worth(self, name: str) -> Callable[[Array], Array]:
         """What points (n, genes) promise: the logarithm of the expected improvement times the chance to be allowed."""
         chance = self._chance() if self._failed or self._violating else None
-        known = _chosen(self._allowed)
+        known = self._learnt
         if chance is not None and len(known) < _LEAST:
             return chance  # first of all, points that are allowed have to be found
         points, losses = _points(known), _changed(name, known)
@@ -190,9 +191,14 @@ class BayesianEvolution:
 
         return worth
 
+    @property
+    def _learnt(self) -> Sequence[Individual]:
+        """Those from which models learn now; of a population, what obeys constraints comes first."""
+        return _chosen(self._allowed, self._population.ranked[: _MOST // 2])
+
     def _chance(self) -> Callable[[Array], Array]:
         """The logarithm of the probability that points (n, genes) neither fail nor violate constraints."""
-        allowed, violating = _chosen(self._allowed), self._violating[-_MOST // 2 :]
+        allowed, violating = self._learnt, self._violating[-_MOST // 2 :]
         failed = [tuple(point) for point in self._failed[-_MOST // 2 :]]
         violations = np.array([individual.violation for individual in violating])
         most = violations[np.isfinite(violations)].max(initial=0.0) or 1.0
@@ -218,7 +224,8 @@ class BayesianEvolution:
             count = more
         count = min(count, len(self._allowed))
         if self._kernels.get(name, (0,))[0] != count:
-            known = _chosen(self._allowed[:count])
+            first = self._allowed[:count]
+            known = _chosen(first, heapq.nsmallest(_MOST // 2, first, rank_of))
             self._kernels[name] = count, Kernel.fitted(_points(known), _changed(name, known), self._space.is_choice)
         return self._kernels[name][1]
 
@@ -245,14 +252,14 @@ def _proposer(operator: str) -> str:
     return operator if operator in MODELS else ""
 
 
-def _chosen(known: Sequence[Individual]) -> Sequence[Individual]:
-    """Those of ``known`` from which a model learns."""
+def _chosen(known: Sequence[Individual], best: Sequence[Individual]) -> Sequence[Individual]:
+    """Those of ``known`` from which a model learns, where ``best`` are the best of them."""
     if len(known) <= _MOST:
         return known
-    best = sorted(known, key=rank_of)[: _MOST // 2]
-    numbers = {individual.number for individual in best}
-    newest = [individual for individual in reversed(known) if individual.number not in numbers]
-    return [*best, *newest[: _MOST // 2]]
+    half = _MOST // 2
+    numbers = {individual.number for individual in best[:half]}
+    newest = [individual for individual in known[: -_MOST - 1 : -1] if individual.number not in numbers]
+    return [*best[:half], *newest[:half]]
 
 
 def _points(known: Sequence[Individual]) -> Array:
