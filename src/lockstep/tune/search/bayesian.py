@@ -5,7 +5,7 @@ depends on the objective: one on the losses themselves knows how far a minimum i
 finds its way along a valley, and evolution needs no smoothness. So a trial is proposed by one of the three, drawn by
 what the trials of each have earned so far (probability matching, as between the moves of `evolution`).
 
-    the trials known ──► losses ──► Gaussian process ──► of some 1,800 candidates the one with the
+    the trials known ──► losses ──► Gaussian process ──► of some 1,700 candidates the one with the
                  └─────► logarithms ──► ...              greatest expected improvement
                  └─────► evolution
 """
@@ -54,10 +54,10 @@ class BayesianEvolution:
     """Bayesian optimisation beside evolution; see the module.
 
     The first point is the middle of the space, for ranges are chosen around what is known to work; then some are
-    uniform. What is proposed is a function of what was observed, in its order, of what `inform`
-    was told last, and of the generator. Where trials fail or violate constraints, a second model says how probable that
-    is (Schonlau, Welch and Jones 1998). Where some were stopped early, losses are learnt by their ranks, for the loss
-    after few reports compares with none after more.
+    uniform. What is proposed is a function of what was observed, in its order, of what `inform` was told last, and of
+    the generator. Where trials fail or violate constraints, a second model says how probable that is (Schonlau, Welch
+    and Jones 1998). Where some were stopped early, losses are learnt by their ranks, for the loss after few reports
+    compares with none after more.
 
     Cost: about 15 ms of one CPU for a proposal by a model with 100 individuals and 8 genes, 30 ms from 200 on.
 
@@ -95,7 +95,7 @@ class BayesianEvolution:
             if self._count >= self._start and name in self._rewards:
                 reward = self._reward(individual) if is_finite else 0.0
                 self._rewards[name] = _MEMORY * self._rewards[name] + (1 - _MEMORY) * reward
-            (self._allowed if is_finite and individual.violation == 0 else self._violating).append(individual)
+            (self._allowed if is_finite and individual.violation <= 0 else self._violating).append(individual)
         self._evolution.observe(individuals)
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -110,7 +110,8 @@ class BayesianEvolution:
         """The middle, and uniform points, at first; then what one of the models or evolution proposes."""
         if not (self._worker or self._count or self._running):
             return Proposal(self._middle(random), (), "middle")
-        if self._count < _LEAST or self._count + len(self._running) < self._start:
+        known = len(self._population.ranked)
+        if known < _LEAST or known + len(self._running) < self._start:
             return Proposal(self._space.sample(random), (), "uniform")
         name = self._drawn(random)
         if name in MODELS and (not self._limited or self._is_affordable()):

@@ -47,7 +47,7 @@ class Kernel:
             is_choice: (genes,).
         """
         genes = points.shape[1]
-        squares = _squares(points, points, is_choice)
+        squares = _squares(points.T[:, :, None], points.T[:, None, :], is_choice[:, None, None])
         theta = np.append(np.full(genes, math.log(_MEAN * math.sqrt(genes))), _NOISE)
         best, best_theta = -math.inf, theta
         step, last = np.full(genes + 1, 0.2), np.zeros(genes + 1)
@@ -67,7 +67,11 @@ class Kernel:
 
     def between(self, ones: Array, others: Array) -> Array:
         """The correlation of each of ``ones`` (n, genes) with each of ``others`` (m, genes): (n, m)."""
-        return _matern(np.tensordot(np.exp(-2 * self.lengths), _squares(ones, others, self.is_choice), 1))[0]
+        squares = np.zeros((len(ones), len(others)))
+        # Gene by gene, for all genes at a time would take as much more memory.
+        for gene, weight in enumerate(np.exp(-2 * self.lengths)):
+            squares += weight * _squares(ones[:, gene, None], others[:, gene], self.is_choice[gene])
+        return _matern(squares)[0]
 
 
 class GaussianProcess:
@@ -119,9 +123,9 @@ def log_expected_improvement(mean: Array, deviation: Array, best: float) -> Arra
 
 
 def _squares(ones: Array, others: Array, is_choice: NDArray[np.bool_]) -> Array:
-    """The squared distance of each of ``ones`` to each of ``others``, gene by gene: (genes, n, m)."""
-    apart = ones.T[:, :, None] - others.T[:, None, :]
-    return np.where(is_choice[:, None, None], apart != 0, np.square(apart))
+    """The squared distances between ``ones`` and ``others``; of choices 1 where they differ."""
+    apart = ones - others
+    return np.where(is_choice, apart != 0, np.square(apart))
 
 
 def _matern(squares: Array) -> tuple[Array, Array]:

@@ -50,7 +50,10 @@ def test_two_values_of_a_choice_are_as_far_apart_as_any_two():
 @settings(max_examples=25, deadline=None)
 def test_the_gradient_is_that_of_the_density(lengths, noise):
     points, losses = sample(15)
-    squares, theta = _squares(points, points, NUMBERS), np.array([*lengths, noise])
+    squares, theta = (
+        _squares(points.T[:, :, None], points.T[:, None, :], NUMBERS[:, None, None]),
+        np.array([*lengths, noise]),
+    )
     gradient = _density(theta, squares, losses)[1]
     for index, step in enumerate(1e-5 * np.eye(4)):
         differs = _density(theta + step, squares, losses)[0] - _density(theta - step, squares, losses)[0]
@@ -192,3 +195,13 @@ def test_flat_steep_and_huge_losses_are_learnt(words, values):
     for _ in range(10):
         algorithm.inform([], [], 1e9)
         assert space.snap(point := algorithm.propose(random).point) == point
+
+
+@pytest.mark.parametrize("words", ["auto", "gp"])
+def test_losses_that_are_none_and_slack_of_constraints_are_taken(words):
+    algorithm, random = make_algorithm(words, SPACE), np.random.default_rng(0)
+    for number in range(30):
+        point = algorithm.propose(random).point
+        loss = math.nan if number < 15 else bowl(SPACE.params(point))
+        algorithm.observe([Individual(number, point, (loss,), violation=-1.0 if number % 2 else math.nan)])
+    assert SPACE.has(algorithm.propose(random).point)
