@@ -40,16 +40,13 @@ from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.run_directory import note_generation
+from lockstep.launch.timeouts import FAREWELL_S, NodeTimeouts
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
-#: How long the coordinator stays after the job is over, so that the others read the last plan.
-_FAREWELL_S = 5.0
-#: Before a node counts as lost that does not hear the coordinator: for its ranks, to leave what they hold.
-_LEAVE_S = 3.0
 #: See `Agent`.
 AfterFailure = Callable[[Sequence[RankExit], int], bool]
 
@@ -351,7 +348,7 @@ class Agent:
                     "while the ranks hold their connections"
                 )
             # Where no node may be lost there is no next generation, and a network may be back in the last moment.
-            if limits.max_changes and silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
+            if limits.max_changes and silent_s >= NodeTimeouts(limits.lost_after_s).leave_after_s:
                 self._leaves = True
                 self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
             return None
@@ -404,7 +401,7 @@ class Agent:
         """Report that this node leaves; the coordinator leaves last."""
         self._report = replace(self._report, leaving=True, running=False)
         self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
-        end_s = time.monotonic() + _FAREWELL_S
+        end_s = time.monotonic() + FAREWELL_S
         if self.released:
             self._takeover.leave()
         stays = self._store.is_coordinator and self.moved is None and not self.released

@@ -7,7 +7,7 @@
                                                                                           │
                                                         --on-hang, and how sure it is ────┴─►  Hang, or None
 
-Called from the launcher's loop; it never waits for a rank longer than `_STACKS_S`.
+Called from the launcher's loop; it never waits for a rank longer than `STACKS_S`.
 """
 
 from __future__ import annotations
@@ -41,23 +41,16 @@ from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.host import procfs
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.job.request import OnHang
+from lockstep.launch.timeouts import ELSEWHERE_S, STACKS_S, STILL_S, WORKERS_S
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import STACKS_SIGNAL
 from lockstep.memory_use import text_of
 
-#: How long all ranks together may take to write their stacks.
-_STACKS_S = 1.5
 #: A file that has not grown for this long is whole.
 _QUIET_S = 0.06
 _LOOK_EVERY_S = 0.2
 _LINKS_EVERY_S = 1.0
-#: Ranks that have stood still for so long may be about to hang, so that other nodes should know where they are.
-_STILL_S = 1.0
-#: How long the launchers of other nodes may take to say where their ranks are.
-_ELSEWHERE_S = 3.0
 _WORKERS = 4
-#: How long all these workers together may take, since the launcher's loop waits for them.
-_WORKERS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +219,10 @@ class HangMonitor:
         current.overdue_since = now if current.overdue_since is None else current.overdue_since
         everywhere = merge_places([own, current.elsewhere])
         waited_s = now - current.overdue_since
-        if len(everywhere.ranks) < current.world_size and waited_s < _ELSEWHERE_S:
+        if len(everywhere.ranks) < current.world_size and waited_s < ELSEWHERE_S:
             return None  # other nodes are about to say where their ranks are
         # The node of a rank that keeps the others waiting ends the generation, for it can say why.
-        alone = current.left_to_others and waited_s >= 2 * _ELSEWHERE_S
+        alone = current.left_to_others and waited_s >= 2 * ELSEWHERE_S
         places = own if alone else everywhere
         own_hosts = dict.fromkeys(own.ranks, current.host) if current.host else {}
         hosts = {**own_hosts, **places.hosts}
@@ -258,7 +251,7 @@ class HangMonitor:
         shared = self._current.world_size > len(rank_states) + len(exited)
         still_s = max((max(s.silent_s, s.same_phase_s) for s in rank_states), default=0.0)
         self._current.places = ""
-        if not overdue and (not shared or still_s < _STILL_S):
+        if not overdue and (not shared or still_s < STILL_S):
             return RankPlaces()
         states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
         own = RankPlaces(tuple(rank_states), states, exited, cut=self._cut_links())
@@ -317,14 +310,14 @@ class HangMonitor:
         local = [s for s in diagnosis.rank_states if s.rank not in diagnosis.hosts]
         processes = {s.rank: s.beat.process for s in local if s.beat is not None}
         home, none = self._stacks(0).parent, dict[int, Stacks]()
-        stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * _STACKS_S)
+        stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * STACKS_S)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
             s.rank: procfs.children(processes[s.rank])[:_WORKERS]
             for s in local
             if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
-        end_s = time.monotonic() + _WORKERS_S
+        end_s = time.monotonic() + WORKERS_S
         workers = {
             rank: [self._ask_worker(rank, child) for child in found if time.monotonic() < end_s]
             for rank, found in children.items()
@@ -358,7 +351,7 @@ class HangMonitor:
             _settle({path: size})
             return read_stacks(before, text_of(path)[len(before) :])
 
-        return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * _STACKS_S))
+        return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * STACKS_S))
 
     def _keep(self, text: str, stacks: Mapping[int, Stacks], workers: Mapping[int, Sequence[Worker]]) -> Path | None:
         parts = [text, ""]
@@ -381,8 +374,8 @@ class HangMonitor:
 
 
 def _settle(start: Mapping[Path, int]) -> None:
-    """Wait until each file has grown beyond its size at the start, and then grows no more; `_STACKS_S` at most."""
-    end = time.monotonic() + _STACKS_S
+    """Wait until each file has grown beyond its size at the start, and then grows no more; `STACKS_S` at most."""
+    end = time.monotonic() + STACKS_S
     sizes, quiet_since = dict(start), time.monotonic()
     while time.monotonic() < end:
         time.sleep(0.01)

@@ -17,11 +17,10 @@ from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.job.request import Module, Script
 from lockstep.launch.run_dir.run_directory import Job
+from lockstep.launch.timeouts import FAILED_S
 from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES
 
 _TAIL_BYTES = 4096
-#: How long a rank that has told why it fails may take to end. Its exit handlers have less.
-_FAILED_S = 15.0
 
 
 def described_endings(
@@ -94,7 +93,7 @@ def unused_store(endings: Iterable[RankExit], ranks: int, job: Job) -> str:
 def fails_late(told: Iterable[Failure], exited: Container[int]) -> bool:
     """Whether a rank has told why it fails, and does not end: its log may be on a file system that is not there."""
     now_s = time.monotonic()
-    return any(f.rank not in exited and now_s - f.raised_s > _FAILED_S and not f.ends_well for f in told)
+    return any(f.rank not in exited and now_s - f.raised_s > FAILED_S and not f.ends_well for f in told)
 
 
 def prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:

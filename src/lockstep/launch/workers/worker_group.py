@@ -27,6 +27,7 @@ from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.run_dir.memory_files import has_left_state
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
+from lockstep.launch.timeouts import ANSWER_S, PEER_LOST_GRACE_S, TO_LEAVE_S, UNKILLABLE_S, NodeTimeouts
 from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
@@ -48,14 +49,6 @@ from lockstep.report import RanksFile, RankStatus, lateness
 _RANKS_EVERY_S = 1.0
 #: Of a start, until it is said what it waits for.
 _SILENT_START_S = 1
-#: Grace for ranks whose peers are gone: enough to begin to leave what each of them holds, which has the whole grace.
-_PEER_LOST_GRACE_S = 3.0
-#: Of any grace, what is kept for ranks that wait for one that is stopped, to leave what they hold.
-_TO_LEAVE_S = 0.75
-#: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
-_ANSWER_S = 2.0
-#: How long a killed rank may take to end. A large process takes seconds; one blocked in the kernel may never end.
-_UNKILLABLE_S = 60.0
 
 _FORK_SERVER = "the fork server, which starts the ranks,"
 _STORE = "the store where the ranks meet"
@@ -149,8 +142,9 @@ class WorkerGroup:
         self._parts = PartMonitor(screen.say)
         self._memory = MemoryTracker(self._fork_server.pid)
         self._next_ranks_s = 0.0
-        # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
-        self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
+        # Nodes that hear nothing of this one go on without it, and then its ranks must be gone.
+        self._limits = None if job.request.nodes is None else NodeTimeouts(job.request.nodes.lost_after_s)
+        self._next_renewal_s = 0.0
         self._current = _Generation()
         #: What the next generation's ranks run on.
         self.devices = Devices(job.ranks)
@@ -257,9 +251,11 @@ class WorkerGroup:
         self.output.show()
         self._say_what_is_waited_for()
         self._memory.poll()
-        if (now_s := time.monotonic()) >= self._next_ranks_s:
-            if self._lease_s and self.running and self._fork_server is not None:
-                self._fork_server.renew_lease(self._lease_s)
+        now_s, limits = time.monotonic(), self._limits
+        if limits is not None and self.running and self._fork_server is not None and now_s >= self._next_renewal_s:
+            self._next_renewal_s = now_s + limits.every_s
+            self._fork_server.renew_lease(limits.lost_after_s)
+        if now_s >= self._next_ranks_s:
             self._write_ranks(now_s)
         suspects = self._parts.suspects
         if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
@@ -292,7 +288,7 @@ class WorkerGroup:
         if mode in (StopMode.INTERRUPT, StopMode.TERMINATE):
             current.kill_at_s = time.monotonic() + grace_s
         elif mode is StopMode.PEER_LOST:
-            current.kill_at_s = time.monotonic() + min(grace_s, _PEER_LOST_GRACE_S)
+            current.kill_at_s = time.monotonic() + min(grace_s, PEER_LOST_GRACE_S)
             current.leave_by_s = time.monotonic() + grace_s
 
     def forget(self) -> None:
@@ -335,25 +331,25 @@ class WorkerGroup:
         still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
         fork_server = self._fork_server
         has_failed = leaves or current.stop_mode is StopMode.TERMINATE
-        if has_failed and not current.culprits and now_s >= current.kill_at_s - _TO_LEAVE_S and fork_server is not None:
+        if has_failed and not current.culprits and now_s >= current.kill_at_s - TO_LEAVE_S and fork_server is not None:
             silent = current.living & self._hang_monitor.silent
             if silent and silent != current.living:
                 # The others may wait for them, and leave what they hold once they see them gone.
                 current.kill_first(silent, fork_server)
-                current.kill_at_s = now_s + _PEER_LOST_GRACE_S
+                current.kill_at_s = now_s + PEER_LOST_GRACE_S
         if now_s >= current.kill_at_s and not still_leaves:
             self._kill()
         if fork_server is None or not self.running:
             return
-        if current.culprits & current.living and now_s >= current.culprits_s + _ANSWER_S:
+        if current.culprits & current.living and now_s >= current.culprits_s + ANSWER_S:
             current.hangs = True  # the kernel does not let them end, so the others wait for ever
-        if fork_server.silent_s >= _ANSWER_S:
-            if now_s >= current.killed_s + _ANSWER_S:
+        if fork_server.silent_s >= ANSWER_S:
+            if now_s >= current.killed_s + ANSWER_S:
                 fork_server.kill_directly()
             elif current.asked_with is not None:
                 fork_server.signal_directly(current.asked_with)
                 current.asked_with = None
-        if now_s >= current.killed_s + _UNKILLABLE_S:
+        if now_s >= current.killed_s + UNKILLABLE_S:
             for rank in current.living:
                 process = fork_server.processes().get(rank, 0)
                 self._screen.say(
