@@ -186,6 +186,10 @@ class HeartbeatTracker:
         """Ranks whose process has ended, with its exit status."""
         return dict(self._exited)
 
+    def silent(self, now: float) -> set[int]:
+        """The ranks that live and send no heartbeat, such as those that were stopped."""
+        return {state.rank for state in self.rank_states(now) if state.is_silent}
+
     @property
     def step_times(self) -> list[float]:
         """How long the last steps of all ranks took, in seconds."""
