@@ -25,9 +25,10 @@ from lockstep.heartbeat.frames import (
     register_stacks,
 )
 from lockstep.heartbeat.lost_peers import LostPeers
-from lockstep.heartbeat.sender import HeartbeatSender, ProgressMarker, open_channel, progress_marker
+from lockstep.heartbeat.sender import BEAT_EVERY_S, HeartbeatSender, ProgressMarker, open_channel, progress_marker
 
 __all__ = [
+    "BEAT_EVERY_S",
     "NOTHING",
     "NOWHERE",
     "HeartbeatSender",

@@ -40,16 +40,13 @@ from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.run_directory import note_generation
+from lockstep.launch.timeouts import FAREWELL_S, NodeTimeouts
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_FILE, STOP_SIGNALS
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
-#: How long the coordinator stays after the job is over, so that the others read the last plan.
-_FAREWELL_S = 5.0
-#: Before a node counts as lost that does not hear the coordinator: for its ranks, to leave what they hold.
-_LEAVE_S = 3.0
 #: See `Agent`.
 AfterFailure = Callable[[Sequence[RankExit], int], bool]
 
@@ -180,12 +177,12 @@ class Agent:
                 if self._store.is_coordinator:
                     self._decide()
                 code = self._follow(self._store.plan())
-            if code is not None and not self._workers.running:
+            if code is not None and not self._workers.current.running:
                 return code
 
     def _look_at_lease(self) -> int | None:
         """See whether this node may go on as what it is; returns an exit code when it may not, once its ranks ended."""
-        match self._takeover.poll(self._store.silent_s(), running=self._workers.running):
+        match self._takeover.poll(self._store.silent_s(), running=self._workers.current.running):
             case NewCoordinator() as moved:
                 if self.moved is None:
                     who = "this node" if moved.listening else moved.lease.host
@@ -216,38 +213,38 @@ class Agent:
             self._stops.ask(signal.SIGTERM, of_job=True)
 
     def _tell_failure(self) -> None:
-        workers = self._workers
-        is_new = bool(workers.endings) and workers.generation > self._failures_told
-        if is_new and not self._stops.times and any(map(has_failed, workers.endings)):
-            self._failures_told = workers.generation
-            if not self._after_failure(workers.endings, workers.generation):
-                workers.final = True
+        current = self._workers.current
+        is_new = bool(current.endings) and current.number > self._failures_told
+        if is_new and not self._stops.times and any(map(has_failed, current.endings)):
+            self._failures_told = current.number
+            if not self._after_failure(current.endings, current.number):
+                self._workers.final = True
 
     def _send_report(self) -> None:
-        workers = self._workers
-        lost_peer, own_cause = workers.causes
+        workers, current = self._workers, self._workers.current
+        lost_peer, own_cause = current.causes
         self._report = replace(
             self._report,
             ranks=workers.devices.can_start,
-            generation=workers.generation,
+            generation=current.number,
             # Until it can be reported, too, how they ended.
-            running=workers.running or (workers.generation >= 0 and not workers.endings),
-            failed=workers.failed,
+            running=current.running or (current.number >= 0 and not current.endings),
+            failed=current.failed(time.monotonic()),
             lost_peer=lost_peer,
             own_cause=own_cause,
-            step=workers.step,
-            places=workers.places,
-            hangs=workers.outcome.hangs,
-            severed=workers.outcome.severed,
-            left=workers.outcome.left,
+            step=current.tracker.step,
+            places=current.places if current.running else "",
+            hangs=current.hangs,
+            severed=current.severed,
+            left=current.left,
             final=workers.final,
             stops=self._stops.times,
             stopped_by=self._stops.first or 0,
             stops_job=self._stops.of_job,
         )
-        self._store.report(self._report, without_repeated_tracebacks(workers.endings))
-        if workers.places:
-            workers.note_places(self._store.places())
+        self._store.report(self._report, without_repeated_tracebacks(current.endings))
+        if self._report.places:
+            current.note_elsewhere(self._store.places())
 
     def _decide(self) -> None:
         """The coordinator's part: decide until the phase stays, since a restart has to wait for nothing else."""
@@ -286,7 +283,7 @@ class Agent:
         if self._store.coordinator != self._coordinator:
             # Another agent is the coordinator now. What is left of the old one's generations does not count.
             self._workers.stop(StopMode.KILL)
-            if self._workers.running:
+            if self._workers.current.running:
                 return None
             self._workers.forget()
             self._coordinator, self._shown = self._store.coordinator, 0
@@ -298,11 +295,11 @@ class Agent:
         self._show(self._store.notices())
         self._report = replace(self._report, plan_seen=plan.number)
         member = plan.phase == "generation" and plan.node_rank(self._report.node_id) is not None
-        if member and plan.generation != self._workers.generation and not self._workers.running:
+        if member and plan.generation != self._workers.current.number and not self._workers.current.running:
             self._start_ranks(plan)
-        elif member and plan.generation == self._workers.generation:
+        elif member and plan.generation == self._workers.current.number:
             self._workers.stop(plan.stop_mode, plan.stop_reason, plan.addresses_of(plan.lost))
-        elif self._workers.running:
+        elif self._workers.current.running:
             # The others go on, or will do so, without this node.
             self._workers.stop(StopMode.KILL)
         if plan.phase == "over":
@@ -313,12 +310,12 @@ class Agent:
             self._screen.say(f"generation {plan.generation} runs on {hosts}; this node waits until it is needed")
         self.released = self._report.node_id in plan.released
         # A coordinator stays until all ranks of its generation have ended.
-        may_go = not self._workers.running and not (self._store.is_coordinator and plan.phase == "generation")
+        may_go = not self._workers.current.running and not (self._store.is_coordinator and plan.phase == "generation")
         return self._code_when_released() if self.released and may_go else None
 
     def _code_when_released(self) -> int:
         """The exit code of a node that leaves a job which goes on."""
-        endings, stopped_by = self._workers.endings, self._stops.first
+        endings, stopped_by = self._workers.current.endings, self._stops.first
         return diagnose(endings, stopped_by=stopped_by).code if endings else EXIT_STOPPED
 
     def _start_ranks(self, plan: Plan) -> None:
@@ -341,8 +338,8 @@ class Agent:
             return None
         # What the coordinator knows of this node lets it count on this: see `lost_members`.
         stops = self._stops.waited(self._job.request.grace_s)  # until then the coordinator may come back, for a save
-        failed = self._workers.failed and not self._leaves  # by which they fail
-        nothing_to_keep = not self._workers.running or failed or stops
+        failed = self._workers.current.failed(time.monotonic()) and not self._leaves  # by which they fail
+        nothing_to_keep = not self._workers.current.running or failed or stops
         if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
             if not self._waits_for_coordinator:
                 self._waits_for_coordinator = True
@@ -351,7 +348,7 @@ class Agent:
                     "while the ranks hold their connections"
                 )
             # Where no node may be lost there is no next generation, and a network may be back in the last moment.
-            if limits.max_changes and silent_s >= limits.lost_after_s - min(_LEAVE_S, limits.lost_after_s / 4):
+            if limits.max_changes and silent_s >= NodeTimeouts(limits.lost_after_s).leave_after_s:
                 self._leaves = True
                 self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
             return None
@@ -403,8 +400,8 @@ class Agent:
     def _leave(self) -> None:
         """Report that this node leaves; the coordinator leaves last."""
         self._report = replace(self._report, leaving=True, running=False)
-        self._store.report(self._report, without_repeated_tracebacks(self._workers.endings))
-        end_s = time.monotonic() + _FAREWELL_S
+        self._store.report(self._report, without_repeated_tracebacks(self._workers.current.endings))
+        end_s = time.monotonic() + FAREWELL_S
         if self.released:
             self._takeover.leave()
         stays = self._store.is_coordinator and self.moved is None and not self.released
@@ -421,7 +418,7 @@ class Agent:
         if self.released or self._stops.first is None or code - 128 not in STOP_SIGNALS:
             return code
         status = self._files.ask(lambda: StatusFile.read(self._job.status), None, of=self._job.status)
-        is_saved = status is not None and status.last_saved_step == status.step >= self._workers.step
+        is_saved = status is not None and status.last_saved_step == status.step >= self._workers.current.tracker.step
         return EXIT_STOPPED if is_saved else code
 
     def _say_farewell(self, code: int) -> None:

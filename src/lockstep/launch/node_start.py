@@ -20,11 +20,12 @@ from lockstep.launch.host.timed_calls import ScreenThread, call_in_time
 from lockstep.launch.job.request import Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
 from lockstep.launch.run_dir.run_directory import Job, lock_if_free, next_generation, prepare, settle
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.launch.terminal.console import Screen
+from lockstep.launch.timeouts import NodeTimeouts
 
 
 def running_elsewhere(request: Request, nodes: Nodes) -> NewCoordinator | None:
@@ -43,7 +44,7 @@ def running_elsewhere(request: Request, nodes: Nodes) -> NewCoordinator | None:
     def read() -> Lease | None:
         return call_in_time(leases.newest, f"the run directory {request.run_dir}", say)
 
-    holder = None if request.fresh else living_holder(read, LeaseTimes(nodes.lost_after_s), time.sleep)
+    holder = None if request.fresh else living_holder(read, NodeTimeouts(nodes.lost_after_s), time.sleep)
     return None if holder is None else NewCoordinator(holder, None)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
+from doc_blocks import free_port
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.host import procfs
 from lockstep.launch_contract import CHANNEL
@@ -64,6 +65,15 @@ def fork_server_of(launcher):
 def ranks_are_up(workshop, generation):
     for rank in range(2):
         workshop.wait_for_file(f"up-{generation}-{rank}")
+
+
+def test_a_launcher_that_lives_keeps_its_ranks_however_soon_a_silent_one_is_given_up(workshop):
+    """On several nodes its ranks have a lease, which it renews before that is over."""
+    script = workshop.script("import time; time.sleep(1.5); print('done')")
+    conf = "lost_after=0.9,last_call_timeout=0.1"
+    nodes = ("--nnodes", "1:2", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-conf", conf)
+    ended = workshop.run("--start", "plain", "--run-dir", "r", *nodes, script)
+    assert (ended.code, "done" in ended.out) == (0, True), ended
 
 
 def test_each_part_that_dies_is_named_and_costs_one_generation_and_the_cause_is_told_at_last(workshop, launched):

@@ -774,10 +774,15 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
 @pytest.mark.long
 def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bits_of_one_that_was_left_alone(tmp_path):
     """A rate that was lowered before the step in work would be lowered once more: that state is not left."""
-    plan = [([0], 5, "before it logs", 5), ([1], 7, "a forward pass", 0), ([1], 9, "a forward pass", 9)]
+    plan = [
+        ([0], 5, "before it logs", 5),
+        ([1], 7, "a forward pass", 0),
+        ([1], 9, "a forward pass", 9),
+        ([0], 17, "a forward pass", 17),  # in a pass without a break, whose means have what came after `run.step`, too
+    ]
     cases = {"calm": ("irregular", 2, [], None), "killed": ("irregular", 2, kills(plan), None)}
     states, said = launched(tmp_path, cases)
-    assert went_on_at(tmp_path / "killed") == ([5, 9], []), said
+    assert went_on_at(tmp_path / "killed") == ([5, 9, 17], []), said
     assert states["killed"] == states["calm"], said
     assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "calm")
 

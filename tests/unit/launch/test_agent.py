@@ -19,6 +19,7 @@ from lockstep.launch.terminal.console import Screen
 from lockstep.launch_contract import EXIT_STOPPED
 
 RAISED = Failure(1, "n2", "ValueError", "bad label", "train.py", 5, "x", "Traceback...", False, 10.0, 7)
+LIVING = SimpleNamespace(running=True, failed=lambda now_s: False)
 FAILED = diagnose([RankExit(0, 0, 9.0), RankExit(1, 1, 11.0, failure=RAISED, host="n2")])
 
 
@@ -91,7 +92,7 @@ def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_t
     node._takeover = SimpleNamespace(poll=lambda silent_s, running: moved)
     node._store.silent_s = lambda: 0.0
     node._workers = SimpleNamespace(
-        running=False,
+        current=SimpleNamespace(running=False),
         output=SimpleNamespace(leave_log=lambda: did.append("leave log")),
         stop=lambda mode: did.append("stop"),
         poll=lambda timeout_s: did.append("poll"),
@@ -105,7 +106,7 @@ def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_t
 def test_a_node_that_is_told_to_stop_while_the_coordinator_is_away_waits_for_it_to_save(err):
     """Such as while the launchers' store is replaced. Who insists, or has waited for the grace, waits no longer."""
     node, did = agent(err, is_coordinator=False), []
-    node._workers = SimpleNamespace(running=True, failed=False, stop=lambda mode: did.append("killed"))
+    node._workers = SimpleNamespace(current=LIVING, stop=lambda mode: did.append("killed"))
     node._store.silent_s = lambda: 8.0
     node._stops.ask(signal.SIGTERM)
     assert node._while_cut_off(Plan()) is None
@@ -129,7 +130,7 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
     def stop(mode, lost=()):
         did.append((mode, set(lost)))
 
-    node._workers = SimpleNamespace(running=True, failed=False, stop=stop)
+    node._workers = SimpleNamespace(current=LIVING, stop=stop)
     shared = "172.17.0.1"
     plan = Plan(
         members=(Member("c", "n1", 1, "", ("10.0.0.1", shared)), Member("n", "n2", 1, "", ("10.0.0.2", shared)))
@@ -139,7 +140,9 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
         node._store.silent_s, node._limits = lambda silent_s=silent_s: silent_s, ElasticLimits(max_changes=max_changes)
         assert node._while_cut_off(plan) is None
     assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})], "just before"
-    node._workers.failed = True  # the first of them; others have not written theirs yet
+    node._workers.current = SimpleNamespace(
+        running=True, failed=lambda now_s: True
+    )  # the first of them; others have not written theirs yet
     node._while_cut_off(plan)
     assert {mode for mode, _ in did} == {StopMode.PEER_LOST}
     node._store.silent_s = lambda: 30.0

@@ -51,13 +51,13 @@ def test_a_rank_that_others_wait_for_on_another_node_is_named_and_its_node_ends_
         watches = {host: watch for host, (watch, _) in opened.items()}
         line = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         for rank, host in enumerate(said):
-            watches[host].begin([rank], 2)
+            watches[host].begin(range(rank, rank + 1), 2)
         while "n2" not in hangs:  # rank 0 on n1 waits for rank 1 on n2
             assert now[0] < 120
             for rank, (host, call) in enumerate(zip(said, ("all_reduce", ""), strict=True)):
                 line.sendto(_beat(rank, call).to_text().encode(), opened[host][1])
                 other = {"n1": "n2", "n2": "n1"}[host]
-                watches[host].note_elsewhere(RankPlaces.from_text(watches[other].places, other))
+                watches[host].current.note_elsewhere({other: watches[other].current.places})
             for host, watch in watches.items():
                 if (hang := watch.poll()) is not None:
                     hangs[host] = hang
@@ -80,12 +80,12 @@ def test_where_no_other_node_ends_a_hang_this_one_does(tmp_path):
         monitored(tmp_path, said, files, lambda: now[0], hang_after_s=4.0) as (watch, address),
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line,
     ):
-        watch.begin([0], 2)
+        watch.begin(range(1), 2)
         hang = None
         while hang is None:
             assert now[0] < 120
             line.sendto(_beat(0, "all_reduce").to_text().encode(), address)
-            watch.note_elsewhere(elsewhere)
+            watch.current.elsewhere = elsewhere
             hang = watch.poll()
             now[0] += 0.5
         assert list(watch.hang_failures()) == [0]

@@ -5,10 +5,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, SeenLease, follower_acts, holder_acts
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, follower_acts, holder_acts
+from lockstep.launch.timeouts import NodeTimeouts, Silence
 
 TICK_S = 0.5
-TIMES = LeaseTimes(lost_after_s=6.0)
+TIMES = NodeTimeouts(lost_after_s=6.0)
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Node:
     followed: int = 1
     renewed_s: float = 0.0
     heard_s: float = 0.0  # of the coordinator
-    seen: SeenLease = field(default_factory=SeenLease)
+    seen: Silence = field(default_factory=lambda: Silence(None))
     running: bool = False
     lease_end_s: float = 0.0  # of the ranks, which the fork server keeps
     sleeps: bool = False
@@ -68,7 +69,7 @@ class World:
             silent_s = self.now_s - node.heard_s
             node.running &= silent_s < TIMES.lost_after_s
             if newest is not None and silent_s >= TIMES.every_s:
-                node.seen = node.seen.look(newest, self.now_s)
+                node.seen = node.seen.after(newest, self.now_s)
                 match follower_acts(node.followed, node.seen, silent_s, node.running, TIMES, self.now_s):
                     case "claim":
                         assert newest.term == max(self.leases)
@@ -138,7 +139,7 @@ def test_a_term_is_made_by_one_node_only_and_renewed_by_its_holder(tmp_path):
 
 
 def test_a_holder_that_leaves_is_not_waited_for():
-    seen = SeenLease().look(Lease(2, "n0", "n0", "n0:1", left=True), 50.0)
+    seen = Silence(None).after(Lease(2, "n0", "n0", "n0:1", left=True), 50.0)
     assert follower_acts(2, seen, 1.0, False, TIMES, 50.0) == "claim"
     assert follower_acts(1, seen, 1.0, False, TIMES, 50.0) == "claim", "nobody answers where it was"
     assert follower_acts(2, seen, 1.0, True, TIMES, 50.0) == "wait"

@@ -23,11 +23,8 @@ from typing import Final, Literal
 
 from lockstep.heartbeat import NOTHING, Stacks
 from lockstep.heartbeat_message import Heartbeat, SourceLine
+from lockstep.launch.timeouts import ABSENT_S, SILENT_S, Silence
 
-#: A rank from which no heartbeat came for longer than this is silent.
-SILENT_S: Final = 2.0
-#: After a longer pause of the listener itself, heartbeats that it missed meanwhile do not count against the ranks.
-ABSENT_S: Final = 1.5
 _STEPS_KEPT = 64
 #: Phases that may take long without anything being wrong.
 _LONG = frozenset({"script", "start", "save", "evaluate", "exit"})
@@ -102,15 +99,14 @@ class RankState:
 
 @dataclass(slots=True)
 class _Track:
-    """What `HeartbeatTracker` stores about one rank; times are on the listener's clock."""
+    """What `HeartbeatTracker` stores about one rank."""
 
-    heard_at: float
-    place_since: float
-    phase_since: float
-    stepped_at: float
+    heard: Silence[Heartbeat | None]
+    place: Silence[tuple[object, ...]]
+    phase: Silence[tuple[object, ...]]
+    step: Silence[int]
     cpu_s: float = 0.0  # CPU time of the main thread when it came to this line
-    beat: Heartbeat | None = None
-    steps: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # how long each took
 
 
 class HeartbeatTracker:
@@ -122,33 +118,36 @@ class HeartbeatTracker:
     """
 
     def __init__(self, ranks: Iterable[int], now: float) -> None:
-        self._tracks: Final = {rank: _Track(now, now, now, now) for rank in ranks}
+        nowhere: Silence[tuple[object, ...]] = Silence((), now)
+        self._tracks: Final = {rank: _Track(Silence(None, now), nowhere, nowhere, Silence(-1, now)) for rank in ranks}
         self._exited: dict[int, int] = {}
         self._looked_at = now
+        self._absent_s = 0.0  # the clock of the tracks does not run while the listener is stopped
 
     def hear(self, beat: Heartbeat, now: float) -> None:
         """Take in a heartbeat that has come. One from a rank that is not in this generation is ignored."""
         track = self._tracks.get(beat.rank)
         if track is None or beat.rank in self._exited:
             return
-        if all(other.beat is None for other in self._tracks.values()):
+        now -= self._absent_s
+        if not self.heard_any:
             # Ranks start together; how long that took says nothing about them.
             for other in self._tracks.values():
-                other.heard_at = now
-        last, track.beat, track.heard_at = track.beat, beat, now
+                other.heard = other.heard.restarted(now)
+        last, track.heard = track.heard.said, Silence(beat, now)
         if last is not None and last.phase == "input" != beat.phase:
             # Ranks that waited for this one's user have not waited for the rank.
             for other in self._tracks.values():
-                other.place_since = other.phase_since = other.stepped_at = now
-        if last is None or _where_it_is(last) != _where_it_is(beat):
-            track.place_since, track.cpu_s = now, beat.cpu_s
-        if last is None or _progress_of(last) != _progress_of(beat):
-            track.phase_since = now
-        if last is None or beat.step != last.step:
-            if last is not None and beat.step > last.step >= 0:
-                track.steps.append((now - track.stepped_at) / (beat.step - last.step))
-                del track.steps[:-_STEPS_KEPT]
-            track.stepped_at = now
+                other.place, other.phase = other.place.restarted(now), other.phase.restarted(now)
+                other.step = other.step.restarted(now)
+        before, track.place = track.place, track.place.after(_where_it_is(beat), now)
+        if track.place is not before:
+            track.cpu_s = beat.cpu_s
+        track.phase = track.phase.after(_progress_of(beat), now)
+        if beat.step > track.step.said >= 0:
+            track.steps.append(track.step.for_s(now) / (beat.step - track.step.said))
+            del track.steps[:-_STEPS_KEPT]
+        track.step = track.step.after(beat.step, now)
 
     def rank_exited(self, rank: int, status: int) -> None:
         """The process of ``rank`` has ended with ``status``."""
@@ -159,37 +158,37 @@ class HeartbeatTracker:
         gap = now - self._looked_at
         self._looked_at = now
         if gap > ABSENT_S:
-            for track in self._tracks.values():
-                track.heard_at += gap
-                track.place_since += gap
-                track.phase_since += gap
-                track.stepped_at += gap
+            self._absent_s += gap
 
     @property
     def heard_any(self) -> bool:
         """Whether a heartbeat of any rank has come."""
-        return any(track.beat is not None for track in self._tracks.values())
+        return any(track.heard.said is not None for track in self._tracks.values())
 
     @property
     def step(self) -> int:
         """The newest step that a rank has done; -1 as long as none has said so."""
-        return max((track.beat.step for track in self._tracks.values() if track.beat is not None), default=-1)
+        return max((track.step.said for track in self._tracks.values()), default=-1)
 
     @property
     def saves(self) -> bool:
         """Whether a rank that lives is saving."""
-        living = (track.beat for rank, track in self._tracks.items() if rank not in self._exited)
+        living = (track.heard.said for rank, track in self._tracks.items() if rank not in self._exited)
         return any(beat is not None and beat.phase == "save" for beat in living)
 
     def waits_for_user(self, rank: int) -> bool:
         """Whether ``rank`` is in a debugger, or waits for a line from its terminal."""
-        beat = self._tracks[rank].beat if rank in self._tracks and rank not in self._exited else None
+        beat = self._tracks[rank].heard.said if rank in self._tracks and rank not in self._exited else None
         return beat is not None and beat.phase == "input"
 
     @property
     def exited(self) -> dict[int, int]:
         """Ranks whose process has ended, with its exit status."""
         return dict(self._exited)
+
+    def silent(self, now: float) -> set[int]:
+        """The ranks that live and send no heartbeat, such as those that were stopped."""
+        return {state.rank for state in self.rank_states(now) if state.is_silent}
 
     @property
     def step_times(self) -> list[float]:
@@ -198,15 +197,15 @@ class HeartbeatTracker:
 
     def rank_states(self, now: float) -> list[RankState]:
         """The state of every rank whose process has not ended, by rank."""
+        now -= self._absent_s
         return [
             RankState(
                 rank,
-                track.beat,
-                silent_s=max(0.0, now - track.heard_at),
-                same_place_s=max(0.0, now - track.place_since),
-                same_phase_s=max(0.0, now - track.phase_since),
-                idle=track.beat is not None
-                and track.beat.cpu_s - track.cpu_s <= _IDLE * max(0.0, track.heard_at - track.place_since),
+                beat := track.heard.said,
+                silent_s=track.heard.for_s(now),
+                same_place_s=track.place.for_s(now),
+                same_phase_s=track.phase.for_s(now),
+                idle=beat is not None and beat.cpu_s - track.cpu_s <= _IDLE * track.place.for_s(track.heard.since_s),
             )
             for rank, track in sorted(self._tracks.items())
             if rank not in self._exited

@@ -7,7 +7,7 @@
                                                                                           │
                                                         --on-hang, and how sure it is ────┴─►  Hang, or None
 
-Called from the launcher's loop; it never waits for a rank longer than `_STACKS_S`.
+Called from the launcher's loop; it never waits for a rank longer than `STACKS_S`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -37,27 +37,20 @@ from lockstep.launch.diagnosis.hang_analysis import (
 )
 from lockstep.launch.diagnosis.hang_report import Recovered, Worker, cut_links, report, sentence
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
-from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.host import procfs
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.job.request import OnHang
+from lockstep.launch.timeouts import ELSEWHERE_S, STACKS_S, STILL_S, WORKERS_S
+from lockstep.launch.workers.generation import Generation
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import STACKS_SIGNAL
 from lockstep.memory_use import text_of
 
-#: How long all ranks together may take to write their stacks.
-_STACKS_S = 1.5
 #: A file that has not grown for this long is whole.
 _QUIET_S = 0.06
 _LOOK_EVERY_S = 0.2
 _LINKS_EVERY_S = 1.0
-#: Ranks that have stood still for so long may be about to hang, so that other nodes should know where they are.
-_STILL_S = 1.0
-#: How long the launchers of other nodes may take to say where their ranks are.
-_ELSEWHERE_S = 3.0
 _WORKERS = 4
-#: How long all these workers together may take, since the launcher's loop waits for them.
-_WORKERS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +62,11 @@ class Hang:
 
 
 @dataclass(slots=True, eq=False)
-class _Generation:
-    """What is known of the ranks of one generation."""
+class _HangState:
+    """What the monitor remembers of one generation between two looks."""
 
-    tracker: HeartbeatTracker
-    world_size: int = 0
-    host: str = ""  #: of this node, where there are several
-    peers: Mapping[str, str] = field(default_factory=dict)  #: the other hosts, by each of their addresses
     cut: tuple[Link, ...] = ()  #: links from this host over which nothing is acknowledged
     links_seen: float = -math.inf  #: when that was looked at
-    waits: WaitShare = field(default_factory=WaitShare)
-    failures: dict[int, Failure] = field(default_factory=dict)  #: by rank, as they said
-    elsewhere: RankPlaces = field(default_factory=RankPlaces)  #: where ranks of other nodes are
-    places: str = ""  #: where the ranks of this node are, for other nodes
     overdue_since: float | None = None
     diagnosis: HangDiagnosis | None = None  #: the hang that was reported and still lasts
     ends: bool = False  #: for that hang; what ranks do while they are ended says nothing about it
@@ -122,80 +107,33 @@ class HangMonitor:
         self._stacks, self._hangs, self._files, self._say, self._shown = stacks, hangs, files, say, shown
         self._now = now
         self._looked_at = 0.0
-        self._current = _Generation(HeartbeatTracker((), now()))
-
-    @property
-    def waits(self) -> WaitShare:
-        """How much the ranks of this generation wait for each other."""
-        return self._current.waits
-
-    @property
-    def failures(self) -> Mapping[int, Failure]:
-        """Why ranks of this generation said that they fail, by rank."""
-        return self._current.failures
-
-    @property
-    def places(self) -> str:
-        """Where the ranks of this node are, for the other nodes, once they make no progress; "" before."""
-        return self._current.places
-
-    @property
-    def errors(self) -> Mapping[int, Failure]:
-        """Of the `failures` those of ranks that did not leave by an exit of their program's."""
-        return {rank: failure for rank, failure in self._current.failures.items() if not failure.ends_well}
-
-    def note_elsewhere(self, places: RankPlaces) -> None:
-        """Take in where the ranks of the other nodes are, as their launchers say."""
-        self._current.elsewhere = places
+        #: The generation whose ranks are followed.
+        self.current = Generation(HeartbeatTracker((), now()))
+        self._seen = _HangState()
 
     def begin(
         self,
-        ranks: Sequence[int],
+        ranks: range,
         world_size: int | None = None,
+        number: int = 0,
         *,
         host: str = "",
         peers: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    ) -> Generation:
         """A new generation starts, of ``world_size`` ranks on all nodes; all ranks of the one before are dead.
 
         ``host`` is this node, and ``peers`` are the hosts of the others by their addresses, where there are several.
         """
         self._channel.begin()
         world_size = len(ranks) if world_size is None else world_size
-        self._current = _Generation(HeartbeatTracker(ranks, self._now()), world_size, host, peers)
-
-    def rank_exited(self, rank: int, status: int) -> None:
-        """A rank's process has ended."""
-        self._current.tracker.rank_exited(rank, status)
-
-    @property
-    def saves(self) -> bool:
-        """Whether a rank is saving, by its last heartbeat."""
-        return self._current.tracker.saves
-
-    @property
-    def silent(self) -> set[int]:
-        """The ranks that live and send no heartbeat, such as those that were stopped."""
-        return {state.rank for state in self._current.tracker.rank_states(self._now()) if state.is_silent}
-
-    @property
-    def heard_any(self) -> bool:
-        """Whether a heartbeat of this generation has come."""
-        return self._current.tracker.heard_any
-
-    @property
-    def step(self) -> int:
-        """The newest step that a rank of this generation has done; -1 as long as none has said so."""
-        return self._current.tracker.step
-
-    def waits_for_user(self, rank: int) -> bool:
-        """Whether ``rank`` is in a debugger, or waits for a line from its terminal, by its last heartbeat."""
-        return self._current.tracker.waits_for_user(rank)
+        self.current = Generation(HeartbeatTracker(ranks, self._now()), number, ranks, world_size, host, peers)
+        self._seen = _HangState()
+        return self.current
 
     def hear(self) -> float:
         """Take in heartbeats; returns the time."""
         now = self._now()
-        current = self._current
+        current = self.current
         current.tracker.note_time(now)
         beats, failures = self._channel.receive()
         for failure in failures:
@@ -210,32 +148,32 @@ class HangMonitor:
 
         Returns the hang if the generation is to be ended because of it.
         """
-        now, current = self.hear(), self._current
-        if current.ends or now < self._looked_at + _LOOK_EVERY_S:
+        now, current, seen = self.hear(), self.current, self._seen
+        if seen.ends or now < self._looked_at + _LOOK_EVERY_S:
             return None
         self._looked_at = now
         rank_states = current.tracker.rank_states(now)
         ranks = overdue_ranks(rank_states, self._timeouts, current.tracker.step_times)
         own = self._own_places(rank_states, bool(ranks))
         if not ranks:
-            current.overdue_since = None
-            if current.diagnosis is not None:
-                self._say(str(Recovered(current.diagnosis.culprits, current.diagnosis.for_s)))
-                current.diagnosis = None
+            seen.overdue_since = None
+            if seen.diagnosis is not None:
+                self._say(str(Recovered(seen.diagnosis.culprits, seen.diagnosis.for_s)))
+                seen.diagnosis = None
             return None
-        current.overdue_since = now if current.overdue_since is None else current.overdue_since
+        seen.overdue_since = now if seen.overdue_since is None else seen.overdue_since
         everywhere = merge_places([own, current.elsewhere])
-        waited_s = now - current.overdue_since
-        if len(everywhere.ranks) < current.world_size and waited_s < _ELSEWHERE_S:
+        waited_s = now - seen.overdue_since
+        if len(everywhere.ranks) < current.world_size and waited_s < ELSEWHERE_S:
             return None  # other nodes are about to say where their ranks are
         # The node of a rank that keeps the others waiting ends the generation, for it can say why.
-        alone = current.left_to_others and waited_s >= 2 * _ELSEWHERE_S
+        alone = seen.left_to_others and waited_s >= 2 * ELSEWHERE_S
         places = own if alone else everywhere
         own_hosts = dict.fromkeys(own.ranks, current.host) if current.host else {}
         hosts = {**own_hosts, **places.hosts}
         found = diagnose_hang(places.rank_states, places.process_states, places.exited, places.cut, hosts)
         diagnosis = replace(found, hosts=places.hosts)
-        before, current.diagnosis = current.diagnosis, diagnosis
+        before, seen.diagnosis = seen.diagnosis, diagnosis
         is_news = before is None or (diagnosis.is_certain and not before.is_certain)
         is_news |= self._ends_own_ranks(diagnosis) and not self._ends_own_ranks(before)
         if not is_news:
@@ -243,10 +181,10 @@ class HangMonitor:
         ends = self._on_hang != "wait" and (
             diagnosis.is_certain or self._on_hang is not None or self._timeouts.hang_after_s is not None
         )
-        current.ends = ends and self._ends_own_ranks(diagnosis)
-        current.left_to_others = ends and not current.ends
-        current.diagnosis = self._tell(diagnosis, ends)
-        return Hang(current.diagnosis, restart=self._on_hang != "abort") if current.ends else None
+        seen.ends = ends and self._ends_own_ranks(diagnosis)
+        seen.left_to_others = ends and not seen.ends
+        seen.diagnosis = self._tell(diagnosis, ends)
+        return Hang(seen.diagnosis, restart=self._on_hang != "abort") if seen.ends else None
 
     def _ends_own_ranks(self, diagnosis: HangDiagnosis | None) -> bool:
         """Whether it is for this node to end the hang."""
@@ -254,46 +192,47 @@ class HangMonitor:
 
     def _own_places(self, rank_states: Sequence[RankState], overdue: bool) -> RankPlaces:
         """Where the ranks of this node are; for the other nodes, too, once they have stood still for a while."""
-        exited = self._current.tracker.exited
-        shared = self._current.world_size > len(rank_states) + len(exited)
+        current = self.current
+        exited = current.tracker.exited
+        shared = current.world_size > len(rank_states) + len(exited)
         still_s = max((max(s.silent_s, s.same_phase_s) for s in rank_states), default=0.0)
-        self._current.places = ""
-        if not overdue and (not shared or still_s < _STILL_S):
+        current.places = ""
+        if not overdue and (not shared or still_s < STILL_S):
             return RankPlaces()
         states = {s.rank: _process_state(s.beat.process) for s in rank_states if s.beat is not None}
         own = RankPlaces(tuple(rank_states), states, exited, cut=self._cut_links())
-        self._current.places = own.to_text() if shared else ""
+        current.places = own.to_text() if shared else ""
         return own
 
     def _cut_links(self) -> tuple[Link, ...]:
         """The other hosts of the job that do not acknowledge what this one sends them."""
-        current, now = self._current, self._now()
-        if current.peers and now >= current.links_seen + _LINKS_EVERY_S:
-            current.links_seen = now
+        current, seen, now = self.current, self._seen, self._now()
+        if current.peers and now >= seen.links_seen + _LINKS_EVERY_S:
+            seen.links_seen = now
             hosts = {current.peers[address] for address in procfs.unanswered() & current.peers.keys()}
-            current.cut = tuple(Link(current.host, host) for host in sorted(hosts))
-        return current.cut
+            seen.cut = tuple(Link(current.host, host) for host in sorted(hosts))
+        return seen.cut
 
     def hang_failures(self) -> dict[int, Failure]:
         """What stands for the failure record of each rank that hangs, by rank; empty if none does.
 
         For when the generation ends because of the hang: by us, or by the other ranks' own timeouts.
         """
-        current = self._current
+        seen = self._seen
         # Where another node has ended the generation for it, that one says so for all.
-        if current.diagnosis is None or (current.left_to_others and not current.ends):
+        if seen.diagnosis is None or (seen.left_to_others and not seen.ends):
             return {}
-        diagnosis, began_s = current.diagnosis, self._now() - current.diagnosis.for_s
+        diagnosis, began_s = seen.diagnosis, self._now() - seen.diagnosis.for_s
         said, found = sentence(diagnosis, self._file), {}
         headline = cut_links(diagnosis)
-        if not headline and diagnosis.nobody_differs and len(diagnosis.culprits) == current.world_size > 1:
-            headline = f"all {current.world_size} ranks hung"
+        if not headline and diagnosis.nobody_differs and len(diagnosis.culprits) == self.current.world_size > 1:
+            headline = f"all {self.current.world_size} ranks hung"
         beats = {rank_state.rank: rank_state.beat for rank_state in diagnosis.rank_states}
         for rank in diagnosis.culprits:
             if rank in diagnosis.hosts:
                 continue
             # Where several hang, the line of one of them is not the cause. One that has left may have said where.
-            beat, left = beats.get(rank), self._current.failures.get(rank)
+            beat, left = beats.get(rank), self.current.failures.get(rank)
             place = beat.place if beat and len(diagnosis.culprits) == 1 else NOWHERE
             file, line = (left.file, left.line) if left is not None and left.ends_well else (place.file, place.line)
             found[rank] = Failure(
@@ -317,14 +256,14 @@ class HangMonitor:
         local = [s for s in diagnosis.rank_states if s.rank not in diagnosis.hosts]
         processes = {s.rank: s.beat.process for s in local if s.beat is not None}
         home, none = self._stacks(0).parent, dict[int, Stacks]()
-        stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * _STACKS_S)
+        stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * STACKS_S)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
             s.rank: procfs.children(processes[s.rank])[:_WORKERS]
             for s in local
             if s.rank in diagnosis.culprits and s.beat is not None and s.beat.call == "next(loader)"
         }
-        end_s = time.monotonic() + _WORKERS_S
+        end_s = time.monotonic() + WORKERS_S
         workers = {
             rank: [self._ask_worker(rank, child) for child in found if time.monotonic() < end_s]
             for rank, found in children.items()
@@ -358,7 +297,7 @@ class HangMonitor:
             _settle({path: size})
             return read_stacks(before, text_of(path)[len(before) :])
 
-        return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * _STACKS_S))
+        return Worker(process, state, self._files.ask(stacks, NOTHING, of=path, within_s=2 * STACKS_S))
 
     def _keep(self, text: str, stacks: Mapping[int, Stacks], workers: Mapping[int, Sequence[Worker]]) -> Path | None:
         parts = [text, ""]
@@ -381,8 +320,8 @@ class HangMonitor:
 
 
 def _settle(start: Mapping[Path, int]) -> None:
-    """Wait until each file has grown beyond its size at the start, and then grows no more; `_STACKS_S` at most."""
-    end = time.monotonic() + _STACKS_S
+    """Wait until each file has grown beyond its size at the start, and then grows no more; `STACKS_S` at most."""
+    end = time.monotonic() + STACKS_S
     sizes, quiet_since = dict(start), time.monotonic()
     while time.monotonic() < end:
         time.sleep(0.01)

@@ -1,6 +1,6 @@
 """Watches the processes that the launcher itself stands on, so that no rank is blamed for what befell one of them.
 
-looked at twice a second:   runs ─► stopped for `_STOPPED_S` ─► told to go on ─► still stopped ─► lost
+looked at twice a second:   runs ─► stopped, `PART_LOOKS` times ─► told to go on ─► still stopped ─► lost
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from lockstep.launch.host import procfs
+from lockstep.launch.timeouts import PART_LOOK_EVERY_S, PART_LOOKS
 
-_LOOK_EVERY_S = 0.5
-#: Number of checks that find a process stopped before it gets SIGCONT, and again before it counts as failed.
-_LOOKS = 4
 _STOPPED = ("T", "t")
 
 
@@ -64,15 +62,15 @@ class PartMonitor:
         # Counted in looks and not in seconds: a launcher that was stopped itself has seen nothing meanwhile.
         if self._now() < self._next_s:
             return None
-        self._next_s = self._now() + _LOOK_EVERY_S
+        self._next_s = self._now() + PART_LOOK_EVERY_S
         for process, before in self._parts.items():
             stopped = self._state(process) in _STOPPED
             part = replace(before, looks=before.looks + 1 if stopped else 0)
             self._parts[process] = part
-            if part.looks == _LOOKS:
+            if part.looks == PART_LOOKS:
                 self._say(f"note: {part.name} was stopped, by a signal, a debugger or a freezer: telling it to go on")
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signal.SIGCONT)
-            if part.looks >= 2 * _LOOKS:
+            if part.looks >= 2 * PART_LOOKS:
                 return part
         return None

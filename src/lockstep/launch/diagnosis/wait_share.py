@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.heartbeat_message import Heartbeat
+from lockstep.launch.timeouts import Silence
 
 _BEATS = 40  # remembered: twenty seconds
 _FEW = 4
@@ -26,7 +27,7 @@ class WaitShare:
 
     def __init__(self) -> None:
         self._waited: dict[int, deque[bool]] = {}
-        self._last: dict[int, tuple[Heartbeat, float]] = {}
+        self._last: dict[int, Silence[Heartbeat]] = {}
 
     def hear(self, beats: Iterable[Heartbeat], now: float) -> None:
         """Take in heartbeats that have come at ``now``."""
@@ -34,14 +35,11 @@ class WaitShare:
             # Only while it trains: at the start and in an evaluation waiting is normal.
             if beat.step >= 0 and beat.phase not in ("start", "evaluate", "exit"):
                 self._waited.setdefault(beat.rank, deque(maxlen=_BEATS)).append(beat.meets)
-            self._last[beat.rank] = (beat, now)
+            self._last[beat.rank] = Silence(beat, now)
 
     def ranks(self, now: float) -> list[Waiting]:
         """Every rank that has sent a heartbeat, by rank."""
-        return [
-            Waiting(beat, self._part(rank), max(0.0, now - heard_at))
-            for rank, (beat, heard_at) in sorted(self._last.items())
-        ]
+        return [Waiting(heard.said, self._part(rank), heard.for_s(now)) for rank, heard in sorted(self._last.items())]
 
     def _part(self, rank: int) -> float | None:
         waited = self._waited.get(rank, ())

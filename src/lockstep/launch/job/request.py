@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from lockstep.errors import SettingError
 from lockstep.formatting import command_line
+from lockstep.launch.timeouts import LOST_AFTER_S, SUSPECT_AFTER_S, NodeTimeouts
 
 #: How ranks are started: as copies of one process that has imported torch, or each as a Python process of its own.
 #: ``copy``: that one process is itself a copy of the launcher's, which has imported torch already.
@@ -27,8 +28,6 @@ _CONF = {
     "lost_after": "lost_after_s",
     "suspect_after": "suspect_after_s",
 }
-#: How long a silent machine is waited for, and after how long it is suspected.
-_LOST_AFTER_S, _SUSPECT_AFTER_S = 30.0, 5.0
 
 #: Options whose keyword in `lockstep.launch` has another name.
 _KEYWORDS = {"--nproc-per-node": "ranks", "--grace": "grace_s", "--hang-after": "hang_after_s"}
@@ -109,8 +108,8 @@ class Nodes:
     run_id: str = ""  #: must be the same for all
     join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
-    lost_after_s: float = _LOST_AFTER_S  #: a node that has reported nothing for so long is lost
-    suspect_after_s: float = _SUSPECT_AFTER_S  #: at most that; after so long it is lost, too, if its ranks must be dead
+    lost_after_s: float = LOST_AFTER_S  #: a node that has reported nothing for so long is lost
+    suspect_after_s: float = SUSPECT_AFTER_S  #: at most that; after so long it is lost, too, if its ranks must be dead
     #: Restarts after nodes were lost, joined or left; None: 10, or none for a fixed number of nodes without restarts.
     max_changes: int | None = None
     spares: int = 0  #: of ``max_nodes``, those that wait until another one is lost or leaves
@@ -244,8 +243,8 @@ def _rdzv_conf(conf: str) -> dict[str, Any]:
             raise SettingError(f"--rdzv-conf {entry}: give {name}=SECONDS") from None
         if not values[_CONF[name]] > 0:
             raise SettingError(f"--rdzv-conf {entry}: it must be more than 0 seconds")
-    lost_after_s = values.get("lost_after_s", _LOST_AFTER_S)
-    if values.setdefault("suspect_after_s", min(lost_after_s, _SUSPECT_AFTER_S)) > lost_after_s:
+    lost_after_s = values.get("lost_after_s", LOST_AFTER_S)
+    if values.setdefault("suspect_after_s", NodeTimeouts(lost_after_s).suspect_after_s) > lost_after_s:
         raise SettingError(f"--rdzv-conf suspect_after: it must be at most lost_after, which is {lost_after_s:g}")
     return values
 

@@ -32,7 +32,7 @@ from lockstep.launch.job.program_sources import source_hashes
 from lockstep.launch.job.request import Function, Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
 from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences, is_newest_coordinator
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
 from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
@@ -40,6 +40,7 @@ from lockstep.launch.rendezvous.store_connection import LOG_LEVEL, read_contract
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, Takeover
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, create_store
 from lockstep.launch.run_dir.run_directory import Job
+from lockstep.launch.timeouts import NodeTimeouts
 from lockstep.network_interface import INTERFACES, address_towards, interface_of, own_addresses
 from lockstep.provenance import versions
 
@@ -143,7 +144,7 @@ def host_job(
     )
     process = stack.enter_context(contextlib.closing(StoreProcess(listening, say)))
     store = create_store(endpoint, contract, report, signature, suspect_after_s=nodes.suspect_after_s, stopped=stopped)
-    times = LeaseTimes(nodes.lost_after_s)
+    times = NodeTimeouts(nodes.lost_after_s)
     # The ranks meet where the launchers do: what reaches the one reaches the other, and nothing else listens.
     host, _, *more = listening.getsockname()
     family = listening.family
@@ -212,7 +213,7 @@ def _join(
         there, here = job.to_resume, job.to_resume_at(str(Endpoint(address, endpoint.port)))
         how = f"to go on, on {contract.host}: {there}\n    without {contract.host}, on each other machine: {here}"
         return replace(joined, without_coordinator=how)
-    directory, times = LeaseFiles(run_dir), LeaseTimes(nodes.lost_after_s)
+    directory, times = LeaseFiles(run_dir), NodeTimeouts(nodes.lost_after_s)
     return replace(
         joined,
         takeover=lambda files: LeaseFollower(

@@ -20,10 +20,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
+from lockstep.launch.timeouts import NodeTimeouts, Silence
 from lockstep.records import from_known, read_object
 from lockstep.small_files import create_text, replace_text
 
@@ -43,44 +44,8 @@ class Lease:
     left: bool = False  #: its holder has ended its ranks, and left the job to the others
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTimes:
-    """How often a lease is renewed, and for how long it holds, in seconds."""
-
-    lost_after_s: float
-
-    @property
-    def every_s(self) -> float:
-        """Between two beats, and between two looks at them."""
-        return min(1.0, self.lost_after_s / 4)
-
-    @property
-    def over_after_s(self) -> float:
-        """The same beat for so long means that no rank of its holder's world lives.
-
-        Its own ranks end after `lost_after_s`; those of a node that heard it until then, after as long again.
-        """
-        return 2 * self.lost_after_s + 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class SeenLease:
-    """A lease as one node has seen it last."""
-
-    lease: Lease | None = None
-    since_s: float = 0.0  #: when this beat was seen first, on this node's clock
-
-    def look(self, lease: Lease | None, now_s: float) -> Self:
-        """After ``lease`` was read at ``now_s``."""
-        return self if lease == self.lease else replace(self, lease=lease, since_s=now_s)
-
-    def is_over(self, times: LeaseTimes, now_s: float) -> bool:
-        """Whether no rank of its holder's world lives any more."""
-        return self.lease is not None and now_s - self.since_s >= times.over_after_s
-
-
 def holder_acts(
-    held: Lease, newest: Lease | None, renewed_s: float, times: LeaseTimes, now_s: float
+    held: Lease, newest: Lease | None, renewed_s: float, times: NodeTimeouts, now_s: float
 ) -> Literal["lead", "suspend", "follow"]:
     """What the holder of ``held`` does: decide for all, have no ranks until it can renew, or follow a newer holder.
 
@@ -97,7 +62,7 @@ def holder_acts(
 
 
 def follower_acts(
-    followed: int, seen: SeenLease, silent_s: float, running: bool, times: LeaseTimes, now_s: float
+    followed: int, seen: Silence[Lease | None], silent_s: float, running: bool, times: NodeTimeouts, now_s: float
 ) -> Literal["wait", "claim", "follow"]:
     """What a node does that is not the coordinator: nothing, make the next term, or follow a newer holder.
 
@@ -109,15 +74,15 @@ def follower_acts(
         times: of the job.
         now_s: on its own clock.
     """
-    if running or seen.lease is None:
+    if running or seen.said is None:
         return "wait"
-    if seen.lease.left:
+    if seen.said.left:
         return "claim"
     if silent_s < times.lost_after_s:
         return "wait"
-    if seen.lease.term > followed:
+    if seen.said.term > followed:
         return "follow"
-    return "claim" if seen.is_over(times, now_s) else "wait"
+    return "claim" if seen.for_s(now_s) >= times.over_after_s else "wait"
 
 
 class LeaseFiles:

@@ -31,6 +31,7 @@ from lockstep.launch.rendezvous.membership_state import (
 )
 from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import ElasticLimits, Member, NodeReport, NodeView, Plan, StopMode
+from lockstep.launch.timeouts import STARTED_AGAIN_S
 from lockstep.launch_contract import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -50,7 +51,6 @@ _SETTLED_S = 10.0  #: how long a generation runs undisturbed before it is stoppe
 _FINAL = frozenset({EXIT_OK, EXIT_USAGE, EXIT_NOT_SAVED, EXIT_STOPPED, EXIT_INTERRUPTED})
 #: What ranks raise at their start where the network or the file system may work again a little later.
 _MAY_PASS = frozenset(f"{kind.__module__}.{kind.__qualname__}" for kind in (RendezvousError, UnreadableCheckpoint))
-_STARTED_AGAIN_S = 2.0  #: a node that was silent for so long may have been killed
 
 
 def decide(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLimits, now_s: float) -> MembershipState:
@@ -116,7 +116,7 @@ def _given_twice(ready: Sequence[NodeView]) -> list[NodeView]:
     """Nodes to which the user has given the same number. One that was silent just now may have been started again."""
     for node in ready:
         number = node.report.node_rank
-        same = [n for n in ready if n.report.node_rank == number and n.silent_s < _STARTED_AGAIN_S]
+        same = [n for n in ready if n.report.node_rank == number and n.silent_s < STARTED_AGAIN_S]
         if number is not None and len(same) > 1:
             return same
     return []

@@ -11,6 +11,7 @@ from enum import IntEnum
 from typing import Final, Literal, Self
 
 from lockstep.launch.diagnosis.root_cause import RankExit
+from lockstep.launch.timeouts import LOST_AFTER_S, SUSPECT_AFTER_S, Silence
 from lockstep.records import JsonRecord, from_known, object_from
 
 Phase = Literal["gather", "generation", "over"]
@@ -36,8 +37,9 @@ class ElasticLimits:
     max_restarts: int = 0  #: generations that may be started after failures
     max_changes: int = 0  #: generations that may be started after nodes were lost or joined
     join_timeout_s: float = 600.0  #: how long ``min_nodes`` are waited for
-    lost_after_s: float = 30.0  #: a node that has reported nothing for so long is lost
-    suspect_after_s: float = 5.0  #: after so long it is lost, too, if ranks of others have lost their connections to it
+    lost_after_s: float = LOST_AFTER_S  #: a node that has reported nothing for so long is lost
+    #: After so long it is lost, too, if ranks of others have lost their connections to it.
+    suspect_after_s: float = SUSPECT_AFTER_S
     refill_after_s: float = 600.0  #: of training at new steps, until restarts and changes count from 0 again
     last_call_s: float = 3.0  #: how long ``max_nodes`` are waited for once ``min_nodes`` are there
     listen_s: float = 0.5  #: how long other ranks may fail after the first, so that the cause is among them
@@ -183,8 +185,7 @@ class NodeRecord:
     """What the coordinator's thread knows of one node."""
 
     report: NodeReport
-    beat: int = -1
-    since_s: float = 0.0  #: when the beat was new, on our clock
+    heard: Silence[int]  #: its heartbeat
     read_s: float = 0.0  #: when it was read last
     ahead_s: float = float("inf")  #: of our clock before its; too large by how long the quickest record was on its way
     written: tuple[int, ...] = ()  #: generations of which it has written the endings
@@ -201,23 +202,22 @@ class NodeRecord:
         at_s, written = record.get("now_s"), record.get("written")
         if not (isinstance(beat, int) and isinstance(at_s, int | float) and isinstance(written, list)):
             raise ValueError(f"no record of a node: {record!r:.80}")
-        if beat < self.beat:
+        if beat < self.heard.said:
             raise ValueError("the record of a node in the store is an old one")
-        new = beat != self.beat
+        heard = self.heard.after(beat, now_s)
         return replace(
             self,
             report=report,
-            beat=beat,
-            since_s=now_s if new else self.since_s,
+            heard=heard,
             read_s=now_s,
-            ahead_s=min(self.ahead_s, now_s - at_s) if new else self.ahead_s,
+            ahead_s=self.ahead_s if heard is self.heard else min(self.ahead_s, now_s - at_s),
             written=tuple(written),
         )
 
     def view(self) -> NodeView:
         """The node as `membership.decide` sees it."""
         # Silence counts up to the last read, not up to now: an agent that has slept knows nothing of the others.
-        silent_s = self.read_s - self.since_s
+        silent_s = self.heard.for_s(self.read_s)
         endings = self.endings if self.endings_of == self.report.generation else ()
         return NodeView(self.report, silent_s, tuple(_on_our_clock(ending, self.ahead_s) for ending in endings))
 
@@ -234,7 +234,7 @@ def beat_in(text: str) -> int:
     return beat
 
 
-UNKNOWN: Final = NodeRecord(NodeReport("", "", 0))
+UNKNOWN: Final = NodeRecord(NodeReport("", "", 0), Silence(-1))
 
 
 def _on_our_clock(ending: RankExit, ahead_s: float) -> RankExit:

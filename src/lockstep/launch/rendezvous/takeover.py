@@ -15,7 +15,8 @@ from typing import Literal
 
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, LeaseTimes, SeenLease, follower_acts, holder_acts
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles, follower_acts, holder_acts
+from lockstep.launch.timeouts import NodeTimeouts, Silence
 
 #: A lease that has not changed in so many looks is nobody's.
 _LOOKS = 4
@@ -60,7 +61,7 @@ class LeaseHolder(Takeover):
     """
 
     def __init__(
-        self, lease: Lease, claimed_s: float, directory: LeaseFiles, times: LeaseTimes, files: FileThread
+        self, lease: Lease, claimed_s: float, directory: LeaseFiles, times: NodeTimeouts, files: FileThread
     ) -> None:
         self._lease, self._renewed_s, self._directory, self._times, self._files = (
             lease,
@@ -118,12 +119,13 @@ class LeaseFollower(Takeover):
         host: str,
         listen: Callable[[], socket.socket],
         directory: LeaseFiles,
-        times: LeaseTimes,
+        times: NodeTimeouts,
         files: FileThread,
     ) -> None:
         self._term, self._node_id, self._host, self._listen = term, node_id, host, listen
         self._directory, self._times, self._files = directory, times, files
-        self._seen, self._next_s = SeenLease(), 0.0
+        self._seen: Silence[Lease | None] = Silence(None)
+        self._next_s = 0.0
         self._listening: socket.socket | None = None
 
     def poll(self, silent_s: float, *, running: bool) -> Duty | NewCoordinator:
@@ -135,7 +137,7 @@ class LeaseFollower(Takeover):
         path = self._directory.path
         if (newest := self._files.ask(self._directory.newest, None, of=path)) is None:
             return "go on"
-        self._seen = self._seen.look(newest, time.monotonic())
+        self._seen = self._seen.after(newest, time.monotonic())
         match follower_acts(self._term(), self._seen, silent_s, running, self._times, now_s):
             case "claim":
                 if self._listening is None:
@@ -153,7 +155,9 @@ class LeaseFollower(Takeover):
         """Do nothing: the coordinator knows it from the report."""
 
 
-def living_holder(read: Callable[[], Lease | None], times: LeaseTimes, sleep: Callable[[float], None]) -> Lease | None:
+def living_holder(
+    read: Callable[[], Lease | None], times: NodeTimeouts, sleep: Callable[[float], None]
+) -> Lease | None:
     """The lease that another launcher keeps now; None if nobody does, which takes some seconds to see.
 
     ``read`` reads the lease of the highest term.

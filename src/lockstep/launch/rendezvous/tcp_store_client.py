@@ -48,6 +48,7 @@ from lockstep.launch.rendezvous.store_connection import (
     open_store,
     refusals,
 )
+from lockstep.launch.timeouts import Silence
 from lockstep.records import object_from
 
 _EVERY_S = 0.2  #: how often the thread writes and reads, at least
@@ -91,8 +92,8 @@ class TcpStoreClient(RendezvousStore):
         self._refused: tuple[str, ...] = ()
         self._nodes: dict[str, NodeRecord] = {}
         self._beat = self._writes = 0
-        self._coordinator_beat = -1
-        self._heard_s = self._busy_since_s = time.monotonic()
+        self._heard = Silence(-1, time.monotonic())  # the coordinator, by its beats
+        self._busy_since_s = self._heard.since_s
         self._thread_number = 0
         self._start_thread()
 
@@ -168,7 +169,7 @@ class TcpStoreClient(RendezvousStore):
         now_s = time.monotonic()
         with self._lock:
             stuck = now_s - self._busy_since_s > self._suspect_after_s
-            silent_s = now_s - self._heard_s
+            silent_s = self._heard.for_s(now_s)
         if stuck:
             self._start_thread()
         return silent_s
@@ -224,7 +225,7 @@ class TcpStoreClient(RendezvousStore):
             if self.is_coordinator or (theirs.must_match, theirs.run_dir) != (ours.must_match, ours.run_dir):
                 raise OSError("another job uses the store now")
             with self._lock:
-                self._contract, self._signature, self._coordinator_beat = contract, signature, -1
+                self._contract, self._signature, self._heard = contract, signature, replace(self._heard, said=-1)
                 self._plan, self._notices = Plan(generation=contract.generation), ()
                 self._endings.clear()
         if node_id not in store.get("nodes").decode().split():
@@ -298,8 +299,8 @@ class TcpStoreClient(RendezvousStore):
         with self._lock:
             if number == self._thread_number:
                 self._plan, self._notices = plan, notices
-                if beat > self._coordinator_beat:
-                    self._coordinator_beat, self._heard_s = beat, time.monotonic()
+                if beat > self._heard.said:
+                    self._heard = Silence(beat, time.monotonic())
 
     def _read_nodes(self, store: ConnectedStore, found: Sequence[str], number: int) -> None:
         ids = list(dict.fromkeys(found))[:_MOST_NODES]
@@ -328,7 +329,7 @@ class TcpStoreClient(RendezvousStore):
             if number == self._thread_number:
                 self._nodes = records
                 if self.is_coordinator:
-                    self._heard_s = now_s
+                    self._heard = self._heard.restarted(now_s)
 
 
 def _contract_in(value: bytes, known: JobContract, signature: Signature) -> tuple[JobContract, Signature]:

@@ -43,6 +43,7 @@ from lockstep.launch.host.machine import threads_of_rank
 from lockstep.launch.job.program_sources import mentions_lockstep, needs_only_python
 from lockstep.launch.job.request import Function, Program, StartMethod
 from lockstep.launch.run_dir.owned_directory import remove_owned_directory
+from lockstep.launch.timeouts import ANSWER_S
 from lockstep.launch.workers.fork_messages import RankSpec, message
 from lockstep.launch.workers.rank_process import become_rank, program_from, program_to_args, run_program
 from lockstep.launch.workers.tcp_store import UNUSED, serve_store
@@ -56,8 +57,6 @@ _IMPORTED_ONCE = ("torch", "torch.distributed", "torch.utils.data", "torch.nn.pa
 # name, since the launcher itself is free of torch.
 _RUN = "lockstep.run.run"
 _CHUNK_BYTES = 1 << 16
-#: How long the store may take to answer.
-_ANSWER_S = 2.0
 _streams_of_original: list[object] = []
 
 
@@ -221,7 +220,7 @@ class ForkServer:
         if self._questions is not None:
             self._questions.close()
         self._questions, theirs = socket.socketpair()
-        self._questions.settimeout(_ANSWER_S)
+        self._questions.settimeout(ANSWER_S)
         if self._method == "plain":
             passed = (listening, theirs.fileno())
             for descriptor in passed:

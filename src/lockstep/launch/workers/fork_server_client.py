@@ -23,6 +23,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.host import procfs
 from lockstep.launch.host.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.job.request import Function, Program, StartMethod
+from lockstep.launch.timeouts import ANSWER_S, GONE_S, Silence
 from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
@@ -41,10 +42,6 @@ from lockstep.launch.workers.fork_messages import (
 from lockstep.launch.workers.fork_server import serve_copied
 from lockstep.launch.workers.rank_process import program_to_args
 
-#: A fork server that is idle answers an order within milliseconds. After so many seconds the launcher acts by itself.
-_ANSWER_S = 2.0
-#: How long processes may take to be gone that were killed.
-_GONE_S = 10.0
 _CHUNK_BYTES = 1 << 16
 _CUDA_DEVICE = "/dev/nvidia-uvm"
 
@@ -60,7 +57,7 @@ class ForkServerClient:
         connection.setblocking(False)
         self._unread = b""
         self._unsent: list[tuple[bytes, socket.socket | None]] = []  # each with a descriptor that goes with it
-        self._orders, self._answered, self._unanswered_since_s = 0, 0, 0.0
+        self._orders, self._answered = 0, Silence(0)  # by their numbers
         self._ranks: dict[int, _Process] = {}
         self._store: int | None = None
         self._last_words = ""
@@ -78,7 +75,7 @@ class ForkServerClient:
     @property
     def silent_s(self) -> float:
         """For how long it has owed an answer to an order. It owes one while it imports torch, too."""
-        return 0.0 if self._answered == self._orders else time.monotonic() - self._unanswered_since_s
+        return 0.0 if self._answered.said == self._orders else self._answered.for_s(time.monotonic())
 
     def processes(self) -> dict[int, int]:
         """The process ids of the ranks that have started and are not known to have ended, by rank."""
@@ -145,7 +142,7 @@ class ForkServerClient:
             return []
         if not chunk:
             # What was killed needs a moment until it can be waited for.
-            status = _status_of(self._process, _ANSWER_S)
+            status = _status_of(self._process, ANSWER_S)
             for process in self._ranks.values():
                 process.kill_group()
             return [ForkServerDied(status, self._last_words)]
@@ -157,7 +154,7 @@ class ForkServerClient:
 
         They are gone at once, but for a process that the kernel itself holds, or one that has much memory to free.
         """
-        answer_s = _ANSWER_S if self.silent_s else _GONE_S
+        answer_s = ANSWER_S if self.silent_s else GONE_S
         self._order(order="close")
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -169,7 +166,7 @@ class ForkServerClient:
         asked = procfs.state(self.pid) not in ("T", "t")
         if not asked or _status_of(self._process, answer_s) is None:
             self.kill_directly()
-        return _status_of(self._process, _GONE_S) is not None and self._wait_for_ranks(_GONE_S)
+        return _status_of(self._process, GONE_S) is not None and self._wait_for_ranks(GONE_S)
 
     def _taken_in(self, event: Event | Started | OrderReceived | LastWords) -> Event | None:
         """``event`` if it is for the caller."""
@@ -179,7 +176,7 @@ class ForkServerClient:
             case Started(process, int() as rank):
                 self._ranks[rank] = _Process(process, procfs.begun(process))
             case OrderReceived(number):
-                self._answered, self._unanswered_since_s = number, time.monotonic()
+                self._answered = Silence(number, time.monotonic())
             case LastWords(why):
                 self._last_words = why
             case RankExited(rank):
@@ -193,8 +190,8 @@ class ForkServerClient:
         return None
 
     def _order(self, descriptor: socket.socket | None = None, /, **fields: object) -> None:
-        if self._answered == self._orders:
-            self._unanswered_since_s = time.monotonic()
+        if self._answered.said == self._orders:
+            self._answered = self._answered.restarted(time.monotonic())
         self._orders += 1
         self._unsent.append((message(number=self._orders, **fields), descriptor))
         self._send()

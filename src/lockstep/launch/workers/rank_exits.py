@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -20,8 +19,6 @@ from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES
 
 _TAIL_BYTES = 4096
-#: How long a rank that has told why it fails may take to end. Its exit handlers have less.
-_FAILED_S = 15.0
 
 
 def described_endings(
@@ -89,12 +86,6 @@ def unused_store(endings: Iterable[RankExit], ranks: int, job: Job) -> str:
         "itself, and written what it writes. Ranks that train one model use lockstep.Run, or "
         "torch.distributed.init_process_group and DistributedDataParallel"
     )
-
-
-def fails_late(told: Iterable[Failure], exited: Container[int]) -> bool:
-    """Whether a rank has told why it fails, and does not end: its log may be on a file system that is not there."""
-    now_s = time.monotonic()
-    return any(f.rank not in exited and now_s - f.raised_s > _FAILED_S and not f.ends_well for f in told)
 
 
 def prepare_files(files: Sequence[tuple[Path, Path]], generation: int) -> list[int]:

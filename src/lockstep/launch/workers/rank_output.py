@@ -102,7 +102,7 @@ class RankOutput:
             return False, False
         data = terminal.read()
         self._hang_monitor.hear()
-        waits = self._hang_monitor.waits_for_user(terminal.rank)
+        waits = self._hang_monitor.current.tracker.waits_for_user(terminal.rank)
         self._screen.attached(data, sys.stdout, prompts=waits)
         terminal.prompts(waits)
         terminal.hand_on()
@@ -132,7 +132,7 @@ class RankOutput:
     def _end_of_leader(self, log: Tail) -> int:
         # In this order: the traceback follows the record, so what is in the log before the record is no traceback.
         up_to = log.size()
-        failure = self._hang_monitor.failures.get(0) or Failure.read(self._job.failure(self._generation, 0))
+        failure = self._hang_monitor.current.failures.get(0) or Failure.read(self._job.failure(self._generation, 0))
         if failure is not None and failure.kind != "SystemExit":  # which prints none
             up_to = min(up_to, failure.log_bytes)
         return up_to

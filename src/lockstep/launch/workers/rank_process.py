@@ -61,6 +61,7 @@ from lockstep.launch.host.machine import cpus_beside_gpus
 from lockstep.launch.job.program_sources import mentions_lockstep
 from lockstep.launch.job.request import Executable, Function, Module, Program, Script
 from lockstep.launch.run_dir.owned_directory import note_process
+from lockstep.launch.timeouts import EXIT_HANDLERS_S
 from lockstep.launch.workers.log_stream import LogStream
 from lockstep.launch_contract import (
     BIND,
@@ -91,8 +92,6 @@ _KINDS: Mapping[str, type[Script | Module | Executable]] = {
     "module": Module,
     "executable": Executable,
 }
-#: How long the exit handlers of a rank that failed may take: they may wait for ranks that are gone.
-_EXIT_HANDLERS_S = 5.0
 _SPAWN: Final = "torch.multiprocessing.spawn"
 
 
@@ -351,7 +350,7 @@ def _text(error: BaseException) -> str:
 def _leave(code: int, *, patient: bool) -> NoReturn:
     progress_marker().set_phase("exit")
     if not patient:
-        last = threading.Timer(_EXIT_HANDLERS_S, os._exit, (code,))
+        last = threading.Timer(EXIT_HANDLERS_S, os._exit, (code,))
         last.daemon = True
         with contextlib.suppress(RuntimeError):  # no thread can be started where memory or their number is limited
             last.start()

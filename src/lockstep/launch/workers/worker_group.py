@@ -17,8 +17,7 @@ from pathlib import Path
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
-from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
-from lockstep.launch.diagnosis.root_cause import RankExit, how_it_ended
+from lockstep.launch.diagnosis.root_cause import how_it_ended
 from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.host.machine import Devices, gpu_names, without_accused
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
@@ -27,6 +26,7 @@ from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
 from lockstep.launch.run_dir.memory_files import has_left_state
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
+from lockstep.launch.timeouts import ANSWER_S, PEER_LOST_GRACE_S, TO_LEAVE_S, UNKILLABLE_S, NodeTimeouts
 from lockstep.launch.workers.fork_messages import (
     Event,
     ForkServerDied,
@@ -38,8 +38,9 @@ from lockstep.launch.workers.fork_messages import (
     StoreUnused,
 )
 from lockstep.launch.workers.fork_server_client import ForkServerClient
+from lockstep.launch.workers.generation import Generation
 from lockstep.launch.workers.rank_environment import rank_environment, world_of_rank
-from lockstep.launch.workers.rank_exits import described_endings, fails_late, prepare_files, unused_store
+from lockstep.launch.workers.rank_exits import described_endings, prepare_files, unused_store
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch.workers.rank_output import RankOutput
 from lockstep.launch_contract import TERMINAL
@@ -48,69 +49,33 @@ from lockstep.report import RanksFile, RankStatus, lateness
 _RANKS_EVERY_S = 1.0
 #: Of a start, until it is said what it waits for.
 _SILENT_START_S = 1
-#: Grace for ranks whose peers are gone: enough to begin to leave what each of them holds, which has the whole grace.
-_PEER_LOST_GRACE_S = 3.0
-#: Of any grace, what is kept for ranks that wait for one that is stopped, to leave what they hold.
-_TO_LEAVE_S = 0.75
-#: How long the fork server may take to answer, until the launcher signals and kills the ranks itself.
-_ANSWER_S = 2.0
-#: How long a killed rank may take to end. A large process takes seconds; one blocked in the kernel may never end.
-_UNKILLABLE_S = 60.0
 
 _FORK_SERVER = "the fork server, which starts the ranks,"
 _STORE = "the store where the ranks meet"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the other nodes are to know of this node's part of a generation."""
-
-    hangs: bool  #: it is to be ended because its ranks hang
-    severed: bool  #: ranks were ended because the network between this node and another one is cut
-    left: bool  #: it has ended, and ranks that survived another one have left their state
-
-
 @dataclass(slots=True, eq=False)
-class _Generation:
-    """This node's ranks of one generation: what was asked of them, and what has become of them."""
+class _Course:
+    """What this launcher has done with the ranks of one generation, and is about to do."""
 
-    number: int = -1
-    world_size: int = 0
-    ranks: range = range(0)  #: those of this node
-    host: str = ""
     log_starts: Mapping[int, int] = field(default_factory=dict)  #: by rank: length of its log before this generation
     ranks_file: RanksFile | None = None
     heard: bool = False  #: whether a rank was heard
     start_s: float = 0.0  #: when the ranks were started
-    exited: dict[int, RankExit] = field(default_factory=dict)
-    endings: tuple[RankExit, ...] = ()  #: how all ranks ended, once they all have
     stop_mode: StopMode = StopMode.NONE
     asked_with: signal.Signals | None = None  #: asked to stop with it, and not known to have received it
     kill_at_s: float = math.inf
     killed_s: float = math.inf
     leave_by_s: float = math.inf
-    lost_part: str = ""  #: which process that all ranks need is gone
-    lost_part_s: float = 0.0
+    lost_part_s: float = 0.0  #: when a process that all ranks need was lost
     culprits: frozenset[int] = frozenset()  #: ranks that were killed before the others, such as those that hung
     culprits_s: float = 0.0
-    left: bool = False  #: survivors have left their state
-    hangs: bool = False
-    severed: bool = False  #: ranks were ended because the network between their host and another one is cut
     store_unused: bool = False
-
-    @property
-    def living(self) -> set[int]:
-        """The ranks whose end is not known."""
-        return set(self.ranks) - self.exited.keys()
 
     def kill_first(self, ranks: Collection[int], fork_server: ForkServerClient) -> None:
         """Kill ``ranks`` before the others."""
         self.culprits, self.culprits_s = frozenset(ranks), time.monotonic()
         fork_server.kill_ranks(self.culprits)
-
-    def note_exit(self, rank: int, status: int, at_s: float, *, ended_by_us: bool, part: str = "") -> None:
-        """Rank ``rank`` has ended, as in `RankExit`."""
-        self.exited[rank] = RankExit(rank, status, at_s, ended_by_us=ended_by_us, host=self.host, part=part)
 
 
 class WorkerGroup:
@@ -149,64 +114,19 @@ class WorkerGroup:
         self._parts = PartMonitor(screen.say)
         self._memory = MemoryTracker(self._fork_server.pid)
         self._next_ranks_s = 0.0
-        # Nodes that hear nothing of this one go on without it after so long, and then its ranks must be gone.
-        self._lease_s = 0.0 if job.request.nodes is None else job.request.nodes.lost_after_s
-        self._current = _Generation()
+        # Nodes that hear nothing of this one go on without it, and then its ranks must be gone.
+        self._limits = None if job.request.nodes is None else NodeTimeouts(job.request.nodes.lost_after_s)
+        self._next_renewal_s = 0.0
+        self._course = _Course()
         #: What the next generation's ranks run on.
         self.devices = Devices(job.ranks)
         #: No other generation is to be started after this one.
         self.final = False
 
     @property
-    def generation(self) -> int:
-        """The generation of the ranks that run here, or ran here last; -1 before the first."""
-        return self._current.number
-
-    @property
-    def endings(self) -> tuple[RankExit, ...]:
-        """How all ranks of this generation ended, once they all have; empty before."""
-        return self._current.endings
-
-    @property
-    def outcome(self) -> Outcome:
-        """What has become of this generation so far."""
-        return Outcome(self._current.hangs, self._current.severed, self._current.left)
-
-    @property
-    def running(self) -> bool:
-        """Whether some ranks live."""
-        return bool(self._current.living)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank of this generation has failed, or something that all of them need."""
-        return (
-            self._current.lost_part != ""
-            or any(not ending.well for ending in self._current.exited.values())
-            or fails_late(self._hang_monitor.failures.values(), self._current.exited)
-        )
-
-    @property
-    def causes(self) -> tuple[bool, bool]:
-        """Whether a rank says that its connection to another one broke; whether one failed for another reason."""
-        told = self._hang_monitor.errors
-        silent = [e for e in self._current.exited.values() if not e.well and not e.ended_by_us and e.rank not in told]
-        other = [failure for failure in told.values() if not failure.collateral]
-        return len(other) < len(told), bool(other or silent or self._current.lost_part)
-
-    @property
-    def places(self) -> str:
-        """Where the ranks are, for the other nodes, once they make no progress; "" before."""
-        return self._hang_monitor.places if self.running else ""
-
-    def note_places(self, told: Mapping[str, str]) -> None:
-        """Take in where the ranks of other nodes are, by host, as their `places` say."""
-        self._hang_monitor.note_elsewhere(merge_places(RankPlaces.from_text(text, host) for host, text in told.items()))
-
-    @property
-    def step(self) -> int:
-        """The newest step that a rank of this generation has done, as far as heartbeats say; -1: they do not."""
-        return self._hang_monitor.step
+    def current(self) -> Generation:
+        """The ranks that run here, or ran here last."""
+        return self._hang_monitor.current
 
     def start(self, plan: Plan, placement: NodePlacement) -> None:
         """Start this node's ranks of a generation. Those of the one before must all have ended."""
@@ -216,11 +136,10 @@ class WorkerGroup:
         files = [(job.log(rank), job.failure(generation, rank)) for rank in ranks]
         unknown = [0] * len(ranks)
         before = self._files.ask(lambda: prepare_files(files, generation), unknown, of=job.logs, urgent=True)
-        self._current = _Generation(
-            number=generation,
-            world_size=plan.ranks,
-            ranks=ranks,
-            host=placement.host,
+        others = [member for number, member in enumerate(plan.members) if number != placement.node_rank]
+        peers = {address: member.host for member in others for address in (member.address, *member.addresses)}
+        self._hang_monitor.begin(ranks, plan.ranks, generation, host=placement.host, peers=peers)
+        self._course = _Course(
             log_starts=dict(zip(ranks, before, strict=True)),
             ranks_file=RanksFile(job.run_dir, placement.node_rank),
             # A program that is no Python says nothing.
@@ -237,13 +156,10 @@ class WorkerGroup:
             if self._terminal is not None and rank == self._terminal.rank:
                 variables[TERMINAL] = self._terminal.begin(job.log(rank))
             specs.append(RankSpec(rank, variables, str(job.log(rank))))
-        self._current.start_s = time.monotonic()
-        others = [member for number, member in enumerate(plan.members) if number != placement.node_rank]
-        peers = {address: member.host for member in others for address in (member.address, *member.addresses)}
-        self._hang_monitor.begin(ranks, plan.ranks, host=placement.host, peers=peers)
+        self._course.start_s = time.monotonic()
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
-        self.output.begin(generation, leads=first == 0, log_start=self._current.log_starts.get(0, 0))
+        self.output.begin(generation, leads=first == 0, log_start=self._course.log_starts.get(0, 0))
 
     def poll(self, timeout_s: float) -> None:
         """Take in what happened, waiting up to ``timeout_s`` for something to happen."""
@@ -257,16 +173,18 @@ class WorkerGroup:
         self.output.show()
         self._say_what_is_waited_for()
         self._memory.poll()
-        if (now_s := time.monotonic()) >= self._next_ranks_s:
-            if self._lease_s and self.running and self._fork_server is not None:
-                self._fork_server.renew_lease(self._lease_s)
+        now_s, limits, current = time.monotonic(), self._limits, self.current
+        if limits is not None and current.running and self._fork_server is not None and now_s >= self._next_renewal_s:
+            self._next_renewal_s = now_s + limits.every_s
+            self._fork_server.renew_lease(limits.lost_after_s)
+        if now_s >= self._next_ranks_s:
             self._write_ranks(now_s)
         suspects = self._parts.suspects
-        if self.running and not self.failed and not suspects and (hang := self._hang_monitor.poll()) is not None:
+        if current.running and not current.failed(now_s) and not suspects and (hang := self._hang_monitor.poll()):
             self.final = not hang.restart
             self._end_hang(hang)
         self._insist(time.monotonic())
-        if not self.running and self._current.ranks and not self._current.endings:
+        if not current.running and current.ranks and not current.endings:
             self._collect_endings()
 
     def stop(self, mode: StopMode, reason: str = "", lost: Collection[str] = ()) -> None:
@@ -274,30 +192,31 @@ class WorkerGroup:
 
         Their connections to the addresses ``lost`` end at once.
         """
-        current = self._current
-        if lost and self.running:
+        course, running = self._course, self.current.running
+        if lost and running:
             self._channel.leave_lost(lost)
-        if mode <= current.stop_mode or not self.running:
+        if mode <= course.stop_mode or not running:
             return
-        current.stop_mode = mode
+        course.stop_mode = mode
         if mode is StopMode.KILL:
             self._kill()
             return
         if reason:
             self._channel.leave_reason(reason)
-        current.asked_with = signal.SIGINT if mode is StopMode.INTERRUPT else signal.SIGTERM
+        course.asked_with = signal.SIGINT if mode is StopMode.INTERRUPT else signal.SIGTERM
         if self._fork_server is not None:
-            self._fork_server.signal(current.asked_with)
+            self._fork_server.signal(course.asked_with)
         grace_s = self._job.request.grace_s
         if mode in (StopMode.INTERRUPT, StopMode.TERMINATE):
-            current.kill_at_s = time.monotonic() + grace_s
+            course.kill_at_s = time.monotonic() + grace_s
         elif mode is StopMode.PEER_LOST:
-            current.kill_at_s = time.monotonic() + min(grace_s, _PEER_LOST_GRACE_S)
-            current.leave_by_s = time.monotonic() + grace_s
+            course.kill_at_s = time.monotonic() + min(grace_s, PEER_LOST_GRACE_S)
+            course.leave_by_s = time.monotonic() + grace_s
 
     def forget(self) -> None:
         """Forget the last generation, since another coordinator counts generations from 0."""
-        self._current = _Generation()
+        self._course = _Course()
+        self._hang_monitor.begin(range(0), number=-1)
 
     def close(self) -> None:
         """Kill the ranks that still live, end the fork server, and show what the leader wrote last."""
@@ -310,15 +229,15 @@ class WorkerGroup:
         self._fork_server = None
 
     def _kill(self) -> None:
-        self._current.kill_at_s = math.inf
-        if self._current.killed_s == math.inf:
-            self._current.killed_s = time.monotonic()
+        self._course.kill_at_s = math.inf
+        if self._course.killed_s == math.inf:
+            self._course.killed_s = time.monotonic()
         if self._fork_server is not None:
             self._fork_server.kill()
 
     def _end_hang(self, hang: Hang) -> None:
         """Kill the ranks that hang: those that wait for them then see them gone, and leave the state that they hold."""
-        current, diagnosis = self._current, hang.diagnosis
+        current, diagnosis = self.current, hang.diagnosis
         first = current.living.intersection(diagnosis.to_end)
         # Where all are alike, and nobody will go on from what the others leave, they may as well end together.
         in_vain = diagnosis.nobody_differs and self._left_in is None
@@ -326,34 +245,34 @@ class WorkerGroup:
             current.hangs = True
             return
         current.severed = bool(diagnosis.cut)
-        current.kill_first(first, self._fork_server)
+        self._course.kill_first(first, self._fork_server)
 
     def _insist(self, now_s: float) -> None:
         """Do what was asked for and did not happen."""
-        current = self._current
-        leaves = current.stop_mode is StopMode.PEER_LOST
-        still_leaves = leaves and self._hang_monitor.saves and now_s < current.leave_by_s
+        current, course = self.current, self._course
+        leaves = course.stop_mode is StopMode.PEER_LOST
+        still_leaves = leaves and current.tracker.saves and now_s < course.leave_by_s
         fork_server = self._fork_server
-        has_failed = leaves or current.stop_mode is StopMode.TERMINATE
-        if has_failed and not current.culprits and now_s >= current.kill_at_s - _TO_LEAVE_S and fork_server is not None:
-            silent = current.living & self._hang_monitor.silent
+        has_failed = leaves or course.stop_mode is StopMode.TERMINATE
+        if has_failed and not course.culprits and now_s >= course.kill_at_s - TO_LEAVE_S and fork_server is not None:
+            silent = current.living & current.tracker.silent(now_s)
             if silent and silent != current.living:
                 # The others may wait for them, and leave what they hold once they see them gone.
-                current.kill_first(silent, fork_server)
-                current.kill_at_s = now_s + _PEER_LOST_GRACE_S
-        if now_s >= current.kill_at_s and not still_leaves:
+                course.kill_first(silent, fork_server)
+                course.kill_at_s = now_s + PEER_LOST_GRACE_S
+        if now_s >= course.kill_at_s and not still_leaves:
             self._kill()
-        if fork_server is None or not self.running:
+        if fork_server is None or not current.running:
             return
-        if current.culprits & current.living and now_s >= current.culprits_s + _ANSWER_S:
+        if course.culprits & current.living and now_s >= course.culprits_s + ANSWER_S:
             current.hangs = True  # the kernel does not let them end, so the others wait for ever
-        if fork_server.silent_s >= _ANSWER_S:
-            if now_s >= current.killed_s + _ANSWER_S:
+        if fork_server.silent_s >= ANSWER_S:
+            if now_s >= course.killed_s + ANSWER_S:
                 fork_server.kill_directly()
-            elif current.asked_with is not None:
-                fork_server.signal_directly(current.asked_with)
-                current.asked_with = None
-        if now_s >= current.killed_s + _UNKILLABLE_S:
+            elif course.asked_with is not None:
+                fork_server.signal_directly(course.asked_with)
+                course.asked_with = None
+        if now_s >= course.killed_s + UNKILLABLE_S:
             for rank in current.living:
                 process = fork_server.processes().get(rank, 0)
                 self._screen.say(
@@ -366,7 +285,7 @@ class WorkerGroup:
         if self._fork_server is None:
             return
         parts = {self._fork_server.pid: _FORK_SERVER}
-        if self.running and self._fork_server.store is not None:
+        if self.current.running and self._fork_server.store is not None:
             parts[self._fork_server.store] = _STORE
         self._parts.watch(parts)
         if (part := self._parts.poll()) is None:
@@ -380,34 +299,33 @@ class WorkerGroup:
 
     def _lose_part(self, what: str, at_s: float, *, ranks_live: bool = False) -> None:
         """What all ranks need is gone; with ``ranks_live`` they do not end by themselves."""
-        current = self._current
-        if not self.running or current.lost_part or current.stop_mode is not StopMode.NONE:
+        current, course = self.current, self._course
+        if not current.running or current.lost_part or course.stop_mode is not StopMode.NONE:
             return
-        current.lost_part, current.lost_part_s = what, at_s
+        current.lost_part, course.lost_part_s = what, at_s
         if ranks_live and self._left_in is not None and current.world_size > 1 and self._fork_server is not None:
             # All of them hold the last step: where one is gone, the others leave what they hold.
-            current.kill_first({current.ranks[-1]}, self._fork_server)
+            course.kill_first({current.ranks[-1]}, self._fork_server)
 
     def _handle(self, event: Event) -> None:
         match event:
             case RankExited(rank, status, at_s):
-                self._hang_monitor.rank_exited(rank, status)
-                mode = self._current.stop_mode
+                mode = self._course.stop_mode
                 # Who is asked to save and leave is sent no other signal than SIGTERM.
                 killed = status < 0 and status != -signal.SIGTERM
                 by_us = mode > StopMode.GRACEFUL or (mode is StopMode.GRACEFUL and not killed)
-                culprit = rank in self._current.culprits
-                self._current.note_exit(rank, status, at_s, ended_by_us=by_us or culprit)
+                culprit = rank in self._course.culprits
+                self.current.note_exit(rank, status, at_s, ended_by_us=by_us or culprit)
             case ForkUnavailable(why):
                 self._screen.say(f"note: ranks start as separate processes, which is slower: {why}")
             case StoreExited(status, at_s):
                 self._lose_part(f"{_STORE} {how_it_ended(status)}", at_s, ranks_live=True)
             case StoreUnused():
-                self._current.store_unused = True
+                self._course.store_unused = True
             case ForkServerDied(status, why):
                 self._lose_fork_server(status, why)
             case LeaseExpired():
-                self._current.stop_mode = StopMode.KILL
+                self._course.stop_mode = StopMode.KILL
                 self._screen.say("this launcher was stopped for so long that its ranks were ended")
 
     def _lose_fork_server(self, status: int | None, why: str) -> None:
@@ -415,37 +333,38 @@ class WorkerGroup:
         assert self._fork_server is not None, "it has told so itself"
         now_s, how = time.monotonic(), "closed its connection" if status is None else how_it_ended(status)
         self._lose_part(f"{_FORK_SERVER} {how}{f': {why}' if why else ''}", now_s)
-        stopped = self._current.stop_mode is not StopMode.NONE
-        for rank in self._current.living:
-            self._hang_monitor.rank_exited(rank, -signal.SIGKILL)
-            self._current.note_exit(rank, -signal.SIGKILL, now_s, ended_by_us=stopped, part=self._current.lost_part)
+        stopped = self._course.stop_mode is not StopMode.NONE
+        for rank in self.current.living:
+            self.current.note_exit(rank, -signal.SIGKILL, now_s, ended_by_us=stopped, part=self.current.lost_part)
         self._fork_server.close()
         self._fork_server = None
 
     def _write_ranks(self, now_s: float) -> None:
         """Where ranks are, or were last, and what memory they take, for other terminals and for later."""
         self._next_ranks_s = now_s + _RANKS_EVERY_S
-        ranks = [_row(rank) for rank in self._hang_monitor.waits.ranks(now_s)]
+        ranks = [_row(rank) for rank in self.current.waits.ranks(now_s)]
         self.output.late = lateness(ranks)
-        if (ranks_file := self._current.ranks_file) is not None:
+        if (ranks_file := self._course.ranks_file) is not None:
             self._files.ask(lambda: ranks_file.write(ranks), None, of=ranks_file.path)
 
     def _collect_endings(self) -> None:
-        current = self._current
-        self._write_ranks(self._hang_monitor.hear())
+        current, course = self.current, self._course
+        now_s = self._hang_monitor.hear()
+        self._write_ranks(now_s)
         self.output.close()
         exited = sorted(current.exited.values(), key=lambda ending: ending.rank)
         if current.lost_part and not all(ending.well for ending in exited):
-            lost = replace(exited[0], part=current.lost_part, at_s=current.lost_part_s, ended_by_us=False)
+            lost = replace(exited[0], part=current.lost_part, at_s=course.lost_part_s, ended_by_us=False)
             exited[0] = exited[0] if exited[0].part else lost
-        hung = self._hang_monitor.hang_failures() if self.failed else {}
+        failed = current.failed(now_s)
+        hung = self._hang_monitor.hang_failures() if failed else {}
         current.endings = described_endings(
             exited,
             self._job,
             current.number,
-            current.log_starts,
+            course.log_starts,
             self._files,
-            self._hang_monitor.failures,
+            current.failures,
             hung,
             self._memory.reason,
         )
@@ -455,18 +374,18 @@ class WorkerGroup:
         if said:
             self._screen.say(said)
             self.final = self.final or self.devices.can_start == 0
-        if (memory := self._left_in) is not None and self.failed:
+        if (memory := self._left_in) is not None and failed:
             current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
-        if current.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
+        if course.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
             self._screen.say(note)
 
     def _say_what_is_waited_for(self) -> None:
         """Until the first rank is heard: that torch is being imported, which may take a minute on a busy machine."""
-        if self._current.heard or not self.running:
+        if self._course.heard or not self.current.running:
             return
-        self._current.heard = self._hang_monitor.heard_any
-        for_s = int(time.monotonic() - self._current.start_s)
-        if not self._current.heard and for_s >= _SILENT_START_S:
+        self._course.heard = self.current.tracker.heard_any
+        for_s = int(time.monotonic() - self._course.start_s)
+        if not self._course.heard and for_s >= _SILENT_START_S:
             self._screen.unfinished(f"starting: importing torch ({for_s} s)")
 
 
