@@ -16,7 +16,7 @@ noted there as often as by the ranks that have finished it: once for each loss, 
 
 from __future__ import annotations
 
-import marshal
+import json
 import mmap
 import os
 import struct
@@ -24,9 +24,9 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from lockstep.records import read_bytes
+from lockstep.records import of_kind, read_bytes, value_in
 from lockstep.run.metrics.metric_means import Added, MetricMeans, State, plus
 
 _KEPT = 3  # steps of each kind
@@ -98,9 +98,8 @@ class MeasuresJournal:
         """
         if not late:
             self._step, self._notes = step, self._notes + 1 if step == self._step else 1
-        text = marshal.dumps(
-            (sums.train, sums.recent, [(name, float(value), *map(int, counts)) for name, value, *counts in measured])
-        )
+        beside = [(name, float(value), *map(int, counts)) for name, value, *counts in measured]
+        text = json.dumps((sums.train, sums.recent, beside), separators=(",", ":")).encode()
         text = text if len(text) <= _SLOT_BYTES - _HEADER.size else b""
         said = _HEADER.pack(step, self._notes, len(text), 0)[:_SUMMED_BYTES]
         content = said + struct.pack("<I", zlib.crc32(text, zlib.crc32(said))) + text
@@ -134,13 +133,15 @@ def _part(slot: bytes, *, late: bool) -> Part | None:
     text = slot[_HEADER.size : _HEADER.size + max(0, length)]
     if not text or zlib.crc32(text, zlib.crc32(slot[:_SUMMED_BYTES])) != crc32:
         return None
-    # By ranks of this user and of this Python, as the sum tells.
-    train, recent, measured = marshal.loads(text)
     means = MetricMeans()
-    for name, value, weight, items in measured:
-        means.add_number(name, value, weight, items)
-    more = means.own()
-    return Part(step, Sums(plus(train, more), plus(recent, more)), notes, late)
+    try:
+        train, recent, measured = of_kind(tuple[State, State, list[Any]], value_in(text), "a journal")
+        for name, value, weight, items in measured:
+            means.add_number(name, value, weight, items)
+        more = means.own()
+        return Part(step, Sums(plus(train, more), plus(recent, more)), notes, late)
+    except (TypeError, ValueError):  # whole, and not by a rank
+        return None
 
 
 def part_after(journal: Sequence[Part], step: int) -> Part | None:
