@@ -23,15 +23,14 @@ from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
 from lockstep.launch.run_dir.memory_files import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
-from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics, plus
+from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
 from lockstep.run.recovery.emergency_files import EmergencyFiles
 from lockstep.run.recovery.left_behind import LeftBehind
 from lockstep.run.recovery.measures_journal import (
-    JOURNAL_BYTES,
+    Journal,
+    Measured,
     MeasuresJournal,
-    Part,
     Sums,
-    is_closed,
     journal_in,
     part_after,
     read_journal,
@@ -55,115 +54,150 @@ SOURCE = str(Path(lockstep.__file__).parents[1])
 # ---- what a rank has measured ---------------------------------------------------------------------------------------
 
 VALUES = st.floats(allow_infinity=False, allow_nan=False, width=32)
-#: Of a step: how many losses it has, how often it is discarded before, whether a pass begins, whether it measures late.
 STEPS = st.lists(
-    st.tuples(st.integers(1, 2), st.integers(0, 2), st.booleans(), st.booleans(), VALUES), min_size=2, max_size=7
+    st.tuples(st.lists(st.tuples(st.sampled_from("ab"), VALUES, st.integers(1, 9)), max_size=3), st.booleans()),
+    min_size=1,
+    max_size=12,
 )
 
 
-class Writer:
-    """What a rank writes down, and what each of its steps must give."""
-
-    def __init__(self, path, repeat=None):
-        self.journal = MeasuresJournal(path, repeat)
-        self.train, self.recent = MetricMeans(), MetricMeans()
-        self.sums, self.late = {}, set()
-
-    def measured(self, step, attempt, number, value):
-        return [("loss", value + step, 8, 8)] * number + [("a" * (1 + attempt), value, 1, 2)]
-
-    def step(self, step, losses, discards, begins_pass, late, value):
-        """Give the journal all that is noted of ``step``; a yield after each write."""
-        self.train = MetricMeans() if begins_pass else self.train
-        if step % 3 == 1:  # what was logged after the step before
-            self.recent = MetricMeans()
-        before = Sums(self.train.own(), self.recent.own())
-        for attempt in range(discards + 1):
-            for number in range(1, (losses if attempt == discards else 1) + 1):
-                noted = self.measured(step, attempt, number, value)
-                self.journal.note(step, before, noted)
-                yield
-        self.add(noted)
-        self.sums[step, False] = Sums(self.train.own(), self.recent.own())
-        if late:
-            self.add([("late", value, 4, 4)])
-            self.sums[step, True] = Sums(self.train.own(), self.recent.own())
-            self.journal.note(step, self.sums[step, True], late=True)
-            self.late.add(step)
-            yield
-
-    def add(self, measured):
-        for one in measured:
-            self.train.add_number(*one)
-            self.recent.add_number(*one)
-
-
 @settings(deadline=None, max_examples=25)
-@given(steps=STEPS)
-def test_a_journal_tells_the_sums_of_the_last_step_and_of_the_one_before(tmp_path_factory, steps):
-    """Whatever was discarded, noted in parts or measured late; for the step in work may be noted by some ranks only."""
+@given(steps=STEPS, logs=st.integers(1, 5), begins=st.sets(st.integers(1, 12)))
+def test_a_journal_tells_the_sums_of_the_last_step_and_of_the_one_before(tmp_path_factory, steps, logs, begins):
     path = tmp_path_factory.mktemp("journal") / "measures"
-    writer = Writer(path)
-    for step, (losses, *rest) in enumerate(steps, 1):
-        for _ in writer.step(step, losses, *rest):
-            for done in range(max(1, step - 2), step):
-                part = part_after(read_journal(path), done)
-                assert (part.sums, part.late) == (writer.sums[done, done in writer.late], done in writer.late)
-                assert is_closed(read_journal(path), done), "the next step has begun"
-        part = part_after(read_journal(path), step)
-        assert part == Part(step, writer.sums[step, step in writer.late], part.notes, step in writer.late)
-        assert is_closed(read_journal(path), step) == part.late
-        assert part.notes == losses + rest[0]
-    assert part_after(read_journal(path), len(steps) + 1) is None
-    writer.journal.close()
+    journal = MeasuresJournal(path)
+    train, recent = MetricMeans(), MetricMeans()
+    was = None
+    for step, (values, begins_pass) in enumerate(steps, 1):
+        measured = [Measured(name, value, weight, weight) for name, value, weight in values]
+        if begins_pass:
+            train = MetricMeans()
+        if begins_pass or step in begins or not journal.takes(measured):
+            journal.begin(step - 1, Sums(train.own(), recent.own()), "ab")
+        journal.note(step, measured)
+        for one in measured:
+            train.add_number(*one)
+            recent.add_number(*one)
+        now = Sums(train.own(), recent.own())
+        logged = (step - 1) // logs * logs
+        part = part_after(read_journal(path), step, logged)
+        assert part is not None
+        assert part.sums == now
+        assert not part.late
+        assert not part.closed
+        if was is not None:
+            before = part_after(read_journal(path), step - 1, (step - 2) // logs * logs)
+            assert before is not None
+            assert before.sums == was
+            assert before.closed, "the next step has begun"
+        if step % logs == 0:
+            recent = MetricMeans()
+        was = now
+    assert part_after(read_journal(path), len(steps) + 1, 0) is None
+    journal.close()
+
+
+def test_a_journal_that_is_full_begins_anew_and_one_that_is_torn_tells_nothing(tmp_path):
+    path, sums, made = tmp_path / "measures", MetricMeans(), 0
+    journal = MeasuresJournal(path)
+    for step in range(1, 9000):
+        one = [Measured("loss", 0.5 * step, 8, 8)]
+        if not journal.takes(one):
+            journal.begin(step - 1, Sums(sums.own(), {}), ["loss"])
+            made += 1
+        journal.note(step, one)
+        sums.add_number(*one[0])
+    assert made > 2
+    part = part_after(read_journal(path), 8999, 8999)
+    assert part is not None
+    assert part.sums.train == sums.own()
+    journal.begin(8999, Sums({"x" * (1 << 18): [1, 0.0, 1]}, {}), ["x"])
+    journal.note(9000, [])
+    assert part_after(read_journal(path), 9000, 0) is None, "sums for which there is no room"
+    assert part_after(read_journal(path), 8999, 8999) is not None, "the other area is what it was"
+    journal.close()
+    path.write_bytes(path.read_bytes()[:1000])
+    assert read_journal(path) == Journal()
+    assert read_journal(tmp_path / "nowhere") == Journal()
+
+
+def items_after(path, step):
+    """How many items each mean is over after ``step``; None: the journal does not say."""
+    part = part_after(read_journal(path), step, step)
+    return None if part is None else {name: items for name, (_, _, items) in part.sums.train.items()}
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_a_step_that_is_noted_in_parts_or_made_again_counts_once(tmp_path, first):
+    """As where two optimizers have a loss each, and a name comes with the second one; or a step is discarded."""
+    path, sums = tmp_path / "measures", MetricMeans()
+    journal = MeasuresJournal(path)
+    for step in range(1, first + 2):
+        journal.begin(step - 1, Sums(sums.own(), {}), ["loss"])  # into one area or the other
+        journal.note(step, [Measured("loss", 1.0, 1, 1)])
+        sums.add_number("loss", 1.0, 1, 1)
+    last = first + 2
+    journal.note(last, [Measured("loss", 1.0, 1, 1)])
+    whole = [Measured("loss", 1.0, 1, 1), Measured("fake", 1.0, 1, 1)]
+    for _ in range(2):
+        journal.begin(last - 1, Sums(sums.own(), {}), ["loss", "fake"])
+        assert items_after(path, last) is None, "a part of it is not taken for the whole"
+        assert items_after(path, last - 1) == {"loss": last - 1}, "nobody may have finished more"
+        journal.note(last, whole)
+        assert items_after(path, last) == {"loss": last, "fake": 1}
+        assert items_after(path, last - 1) == {"loss": last - 1}
+    journal.close()
+
+
+NOTES = st.lists(st.tuples(st.integers(1, 2), st.integers(0, 2), st.booleans(), st.booleans()), min_size=2, max_size=5)
 
 
 @settings(deadline=None, max_examples=25)
-@given(steps=STEPS, torn=st.integers(1, 1 << 30))
-def test_a_copy_of_a_journal_that_is_behind_tells_all_of_a_step_or_nothing(tmp_path_factory, steps, torn):
-    """Nor does one whose rank was killed in the middle of a write."""
+@given(steps=NOTES)
+def test_a_copy_of_a_journal_that_is_behind_tells_all_of_a_step_or_nothing(tmp_path_factory, steps):
+    """Each step has one loss or two, is discarded so often before, begins a pass or not, and measures late or not."""
     path = tmp_path_factory.mktemp("journal") / "measures"
     writes, finished = [], {}
-    writer = Writer(path, lambda at, content: writes.append((at, content)))
-    for step, of_step in enumerate(steps, 1):
-        list(writer.step(step, *of_step))
-        finished[step] = (len(writes), read_journal(path))
-    writer.journal.close()
-    copy, key, found = bytearray(JOURNAL_BYTES), STATE.generation, set()
+    journal = MeasuresJournal(path, lambda at, content: writes.append((at, content)))
+    train, begun = MetricMeans(), False
+    for step, (losses, discards, begins_pass, late) in enumerate(steps, 1):
+        train = MetricMeans() if begins_pass else train
+        for attempt in range(discards + 1):
+            made = losses if attempt == discards else 1
+            whole = [Measured("loss", step + attempt / 8 + number / 64, 1, 1) for number in range(made)]
+            for number in range(made):
+                measured = whole[number : number + 1]
+                if begins_pass or attempt or not begun:
+                    if not number:
+                        journal.begin(step - 1, Sums(train.own(), {}), ["loss"])
+                    begun = True
+                journal.note(step, measured)
+        for one in whole:
+            train.add_number(*one)
+        if late:
+            after = Measured("loss", -step, 1, 1)
+            journal.note(step, [after], late=True)
+            train.add_number(*after)
+        finished[step] = (len(writes), read_journal(path), Sums(train.own(), {}), late)
+    journal.close()
+    copy = bytearray(Path(path).stat().st_size)
+    fresh = path.with_name("fresh")
+    MeasuresJournal(fresh).close()
+    copy[:] = fresh.read_bytes()
+    found = set()
     for made, (at, content) in enumerate(writes, 1):
-        half = bytearray(copy)
-        half[at : at + torn % len(content)] = content[: torn % len(content)]
         copy[at : at + len(content)] = content
-        for step, (all_made, survivors) in finished.items():
+        for step, (_, survivors, sums, late) in finished.items():
             if made > finished.get(step + 1, (len(writes),))[0]:
                 continue  # nobody has done more than one step more
             state = replace(STATE, step=step, ranks=2, rank=1)
-            own = writer.sums[step, step in writer.late].train
-            for content_of_dead, what in ((copy, "whole"), (half, "torn")):
-                for place in ("journals", "copied"):
-                    dead = {(key, 0): journal_in(bytes(content_of_dead))}
-                    left = Left((state,), {(key, 1): survivors}, copied=dead)
-                    if place == "journals":
-                        if made <= all_made - (step in writer.late):
-                            continue  # on its own host it has noted all that another rank has finished
-                        left = Left((state,), {(key, 1): survivors} | dead)
-                    choice = choose([left], None)
-                    found |= {step} if choice is not None else set()
-                    assert choice is None or choice.sums.train == plus(own, own), (step, made, what, place)
-                    assert choice is not None or made < all_made or what == "torn" or step in writer.late
-    assert found >= finished.keys() - writer.late
-
-
-def test_means_for_which_there_is_no_room_cost_their_step_alone(tmp_path):
-    path = tmp_path / "measures"
-    journal = MeasuresJournal(path)
-    for step in range(1, 4):
-        journal.note(step, Sums({"x" * ((step == 2) << 17): [1, 0.0, 1]}, {}))
-    assert [part_after(read_journal(path), step) is not None for step in range(1, 4)] == [True, False, True]
-    journal.close()
-    path.write_bytes(path.read_bytes()[:1000])
-    assert read_journal(path) == ()
-    assert read_journal(tmp_path / "nowhere") == ()
+            key = STATE.generation
+            nodes = [Left((state,), {(key, 1): survivors}, (), {(key, 0): journal_in(bytes(copy))})]
+            choice = choose(nodes, None)
+            found |= {step} if choice is not None else set()
+            assert choice is None or choice.sums.train == total([sums, sums]).train, (step, made)
+            assert choice is not None or made < finished[step][0] or late, "the whole journal tells all"
+    assert found >= {step for step, (*_, late) in finished.items() if not late}
 
 
 def test_a_full_memory_costs_the_journal_and_not_the_rank(tmp_path):
@@ -178,7 +212,14 @@ def test_a_full_memory_costs_the_journal_and_not_the_rank(tmp_path):
 
 def part_of(step, late=False):
     """A journal of one rank after ``step``."""
-    return (Part(step, Sums({"loss": [3 << 1074, 0.0, 3]}, {}), 1, late),)
+
+    class Area:
+        begins, noted = step - 1, step
+        entries = ((step, Measured("loss", 1.0, 2, 2)),)
+        sums = Sums({"loss": [1 << 1074, 0.0, 1]}, {})
+
+    Area.late = step if late else -1
+    return Journal((Area,))
 
 
 STATE = LeftState("generation-0-a", 7, False, 1, 2, "/memory/state", {"weight": 1}, {}, [])

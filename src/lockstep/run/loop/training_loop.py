@@ -450,6 +450,8 @@ class TrainingLoop:
         finally:
             self._train_step.leave()
             self._metrics.forget_step()
+            if current is not None and not current.complete:
+                self._context.emergency.discard()
             self._carried.forget_step()
             self._script_sums.forget()
             self._state.beside.forget()

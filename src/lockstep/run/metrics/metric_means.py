@@ -130,16 +130,18 @@ class PassMetrics:
         counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
         recent: whether `recent` is wanted, too.
         alike: whether the gradient of a step is the same on all ranks.
+        notes: whether values are to be written down as they come, see `take_added`.
     """
 
-    def __init__(self, *, counts: bool, recent: bool = False, alike: bool = True) -> None:
+    def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False, alike: bool = True) -> None:
         self._counts: Final = counts
         self._wants_recent: Final = recent
         self._alike: Final = alike
-        self.has_called = False  #: whether something was measured since this was set, be it of no samples
+        self._added: Final[list[Added] | None] = [] if notes else None  # in the step under way, and not taken yet
+        self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
         self.train = MetricMeans()  #: of the steps of this pass
         self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
-        self.of_step: Final[list[Added]] = []  #: of the step under way, which may be discarded
+        self._of_step: Final[list[Added]] = []  # of the step under way, which may be discarded
         # Norms of the steps' gradients, in the same way: apart, for where all ranks have the same none of them is lost.
         self.norms = MetricMeans(finite_only=True)
         self.recent_norms = MetricMeans(finite_only=True)
@@ -235,7 +237,7 @@ class PassMetrics:
         """``value`` is a loss of the step's micro-batch ``index``, the mean over ``items``, both `as_it_is`."""
         self._names_of_losses.add(name)
         if self._counts:
-            self.of_step.append((name, value, items, items))
+            self._note((name, value, items, items))
             if self.losses is not None:
                 self.losses.setdefault(index, []).append(value)
 
@@ -273,11 +275,11 @@ class PassMetrics:
 
     def step_is_done(self) -> None:
         """What was measured since the last call belongs to a step that was made."""
-        for added in self.of_step:
+        for added in self._of_step:
             self.train.add(*added)
             if self._wants_recent:
                 self.recent.add(*added)
-        self.of_step.clear()
+        self._of_step.clear()
         if self._norms_of_step and self._are_logged:
             self.recent_norms, self._are_logged = MetricMeans(finite_only=True), False
         for name, norm in self._norms_of_step:
@@ -288,11 +290,20 @@ class PassMetrics:
 
     def forget_step(self) -> None:
         """What was measured since the last `step_is_done` belongs to a step that is discarded."""
-        self.of_step.clear()
+        self._of_step.clear()
         self._norms_of_step.clear()
-        self.has_called = False
+        self.take_added()
         if self.losses is not None:
             self.losses.clear()
+
+    def take_added(self) -> list[Added]:
+        """What was measured in the step under way since this was last called, where it is written down."""
+        self.has_called = False
+        if not self._added:
+            return []
+        added = self._added.copy()
+        self._added.clear()
+        return added
 
     def measure(self, values: Mapping[str, object], count: int | torch.Tensor | None) -> None:
         """Add ``values`` of the current micro-batch to the metrics: means over samples, or over ``count`` items.
@@ -321,9 +332,14 @@ class PassMetrics:
             if not self.samples:
                 continue
             if self.inside == "train":
-                self.of_step.append(added)
+                self._note(added)
             else:
                 self.evaluate.add(*added)
+
+    def _note(self, added: Added) -> None:
+        self._of_step.append(added)
+        if self._added is not None:
+            self._added.append(added)
 
 
 def as_it_is(value: torch.Tensor) -> Number:

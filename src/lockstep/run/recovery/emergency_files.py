@@ -18,7 +18,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,7 @@ from lockstep.errors import LockstepError
 from lockstep.launch_contract import LEFT_STATE
 from lockstep.memory_use import host_memory
 from lockstep.run.recovery.copied_measures import COPIED
-from lockstep.run.recovery.measures_journal import Part, read_journal
+from lockstep.run.recovery.measures_journal import Journal, read_journal
 from lockstep.run.recovery.mirror import MIRROR_PARTS
 from lockstep.run.recovery.newest_state import NOT_USED, Left, LeftState
 
@@ -133,7 +133,7 @@ class EmergencyFiles:
     def left(self) -> Left:
         """What earlier generations have left on this node."""
         states: list[LeftState] = []
-        journals, copied = dict[tuple[str, int], Sequence[Part]](), dict[tuple[str, int], Sequence[Part]]()
+        journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
         suspect, why_not = [], []
         for directory in self._before():
             states += self._states(directory.name)

@@ -3,15 +3,16 @@
 The means of an epoch are sums over all ranks, and each rank holds a part of them: it would be lost with the rank. So
 each rank writes its part down, at a cost of some microseconds a step, where the next generation finds it:
 
-    noted   step 45 | step 43 | step 44      each has the sums up to this step, and is written before its gradients are
-                                             summed: where one rank has finished a step, every other one had noted it
-    late    step 42 | step 43 | step 41      the same for what a body measures after that, where one does
+    area 0   sums after step 40 | step 41: loss 0.71 of 8 | step 42: ... | ... | step 296: ...     full
+    area 1   sums after step 296 | step 297: ... |                                                  in use
+                                                  ▲ noted: 297
+    counts   step 296: after 301 notes | step 297: after 302 notes
 
-Ranks are at most a step apart, so what may be needed of a rank is there, whatever the kill has cut short. The file is
-mapped into memory: a process that is killed leaves what it has written.
+What belongs to a step is written before its gradients are summed: where one rank has finished a step, every other one
+had noted its part. The areas are mapped into memory: a process that is killed leaves what it has written.
 
-All writes may be repeated elsewhere, in their order. Such a copy may be behind, and tells of a step only if that was
-noted there as often as by the ranks that have finished it: once for each loss, and again if it was discarded.
+All writes may be repeated elsewhere, in their order. Such a copy may be behind, and tells of a step only if it has as
+many notes as the ranks that have finished it: a step is noted once for each loss, and again if it was discarded.
 """
 
 from __future__ import annotations
@@ -21,20 +22,38 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from lockstep.records import of_kind, read_bytes, value_in
-from lockstep.run.metrics.metric_means import Added, MetricMeans, State, plus
+from lockstep.run.metrics.metric_means import MetricMeans, State, plus
 
-_KEPT = 3  # steps of each kind
-_SLOT_BYTES = 64 << 10  # of about 90 means, and some hundred values of one step
-_HEADER = struct.Struct("<qiiI")  # step, notes, bytes that follow, CRC-32 of those and of what is before it
-_SUMMED_BYTES = 16
+_AREA_BYTES = 64 << 10
+_SUMS_BYTES = 32 << 10  # of about 90 means
+_HEADER = struct.Struct("<qqqiiI")  # step of the sums, noted, late, entries, bytes of the sums, their CRC-32
+_EMPTY = _HEADER.pack(-1, -1, -1, 0, 0, 0)
+_ENTRY = struct.Struct("<qqdqq")  # step, number of the name, value, weight, items
+_NOTED = struct.Struct("<qqi")
+_STEP = struct.Struct("<q")
+_NOTED_AT = 8
+_ENTRIES = (_AREA_BYTES - _HEADER.size - _SUMS_BYTES) // _ENTRY.size
+_ENTRIES_AT = _HEADER.size + _SUMS_BYTES
+_COUNT = struct.Struct("<qq")  # step, notes when it was noted last; for odd steps and for even ones
+_COUNTS_AT = 2 * _AREA_BYTES
 #: What the file of a journal takes.
-JOURNAL_BYTES: Final = 2 * _KEPT * _SLOT_BYTES
+JOURNAL_BYTES: Final = _COUNTS_AT + 2 * _COUNT.size
+_NEVER = -1
+
+
+class Measured(NamedTuple):
+    """One value that was measured, and how it counts in its mean."""
+
+    name: str
+    value: float
+    weight: int  #: by which it is multiplied
+    items: int  #: by which the sum is divided, with those of others
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +65,22 @@ class Sums:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank has measured up to a step."""
+class JournalArea:
+    """One area of a journal, as it was read."""
 
-    step: int
+    begins: int  #: the step after which the sums were
+    noted: int  #: the last step of which all was written that came before its gradients were summed
+    late: int  #: the last step to which something was added later
     sums: Sums
-    notes: int  #: how often it was noted before its gradients were summed
-    late: bool  #: whether something of this step came after its gradients were summed
+    entries: tuple[tuple[int, Measured], ...]  #: each with its step
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A journal, as it was read."""
+
+    areas: tuple[JournalArea, ...] = ()  #: that are whole
+    counts: Mapping[int, int] = field(default_factory=dict)  #: notes when a step was noted last, of the last two steps
 
 
 def journal_memory(path: Path) -> mmap.mmap:
@@ -65,12 +93,18 @@ def journal_memory(path: Path) -> mmap.mmap:
     try:
         # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
         os.posix_fallocate(file, 0, JOURNAL_BYTES)
-        return mmap.mmap(file, JOURNAL_BYTES)
+        memory = mmap.mmap(file, JOURNAL_BYTES)
     except OSError:
         path.unlink()  # it may be tried again
         raise
     finally:
         os.close(file)
+    for area in range(2):
+        begin = area * _AREA_BYTES
+        memory[begin : begin + _HEADER.size] = _EMPTY
+    for begin in range(_COUNTS_AT, JOURNAL_BYTES, _COUNT.size):
+        memory[begin : begin + _COUNT.size] = _COUNT.pack(_NEVER, 0)
+    return memory
 
 
 class MeasuresJournal:
@@ -88,22 +122,70 @@ class MeasuresJournal:
     def __init__(self, path: Path, repeat: Callable[[int, bytes], None] | None = None) -> None:
         self._memory: Final = journal_memory(path)
         self._repeat: Final = repeat
-        self._step = self._notes = 0  # the step that was noted last, and how often
+        self._notes = 0  # made, but for late ones
+        self._at = 0  # the area in use, as an offset
+        self._began = (_NEVER, False)  # after which step it begins, and whether with what came late
+        self._names: dict[str, int] = {}
+        self._entries = _ENTRIES + 1  # in it; too many for another one: the first step begins with sums
+        self._late = _NEVER
 
-    def note(self, step: int, sums: Sums, measured: Iterable[Added] = (), *, late: bool = False) -> None:
-        """``sums``, and ``measured`` beside them, are what was measured up to ``step``.
+    def takes(self, measured: Sequence[Measured]) -> bool:
+        """Whether there is room for more in the area in use; else `begin` comes first."""
+        fits = self._entries + len(measured) <= _ENTRIES
+        return fits and all(one.name in self._names for one in measured)
 
-        ``late``: some of it after the gradients of the step were summed. Where there is no room for all, nothing is
-        known of the step.
+    def begin(self, step: int, sums: Sums, names: Iterable[str], *, late: bool = False) -> None:
+        """From here on the other area is used; ``sums`` are those after ``step``, the last one that was finished.
+
+        What was noted of later steps is taken back: it was only a part, or the step was discarded.
+
+        Args:
+            step: steps done.
+            sums: of them.
+            names: of what will be measured.
+            late: whether something of ``step`` came after its gradients were summed.
         """
+        # Not the last step's: an area that begins with what came late to it would be taken for one of its pass.
+        self._late = step if late else _NEVER
+        self._names = {name: number for number, name in enumerate(names)}
+        text = json.dumps([list(self._names), sums.train, sums.recent]).encode()
+        if self._began != (step, False):  # else the other area tells of this step, and is still needed
+            self._take_back(step)
+            self._at = _AREA_BYTES - self._at
+        self._began = (step, late)
+        self._write(self._at, _EMPTY)
+        if len(text) > _SUMS_BYTES:
+            self._entries = _ENTRIES + 1  # nobody finds anything here, and the checkpoint is what is left
+            return
+        self._write(self._at + _HEADER.size, text)
+        self._entries = 0
+        self._write(self._at, _HEADER.pack(step, step, self._late, 0, len(text), zlib.crc32(text)))
+
+    def _take_back(self, step: int) -> None:
+        (noted,) = _STEP.unpack_from(self._memory, self._at + _NOTED_AT)
+        if noted > step:
+            self._write(self._at + _NOTED_AT, _STEP.pack(step))
+
+    def note(self, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
+        """``measured`` belongs to ``step``, in work; ``late``: it came after the step's gradients were summed."""
+        place = self._at + _ENTRIES_AT + self._entries * _ENTRY.size
+        if self._entries + len(measured) > _ENTRIES:
+            self._write(self._at + _NOTED_AT, _NOTED.pack(_NEVER, _NEVER, 0))
+            return
+        if measured:
+            entries = [_ENTRY.pack(step, self._names[one.name], *one[1:]) for one in measured]
+            self._write(place, b"".join(entries))
+        self._entries += len(measured)
+        if late:
+            self._late = step
+        # Only now: whatever a kill cuts short before it does not count.
+        self._write(self._at + _NOTED_AT, _NOTED.pack(step, self._late, self._entries))
         if not late:
-            self._step, self._notes = step, self._notes + 1 if step == self._step else 1
-        beside = [(name, float(value), *map(int, counts)) for name, value, *counts in measured]
-        text = json.dumps((sums.train, sums.recent, beside), separators=(",", ":")).encode()
-        text = text if len(text) <= _SLOT_BYTES - _HEADER.size else b""
-        said = _HEADER.pack(step, self._notes, len(text), 0)[:_SUMMED_BYTES]
-        content = said + struct.pack("<I", zlib.crc32(text, zlib.crc32(said))) + text
-        at = (step % _KEPT + late * _KEPT) * _SLOT_BYTES
+            self._notes += 1
+            # Last of all: a copy that has this has all that belongs to the step.
+            self._write(_COUNTS_AT + step % 2 * _COUNT.size, _COUNT.pack(step, self._notes))
+
+    def _write(self, at: int, content: bytes) -> None:
         self._memory[at : at + len(content)] = content
         if self._repeat is not None:
             self._repeat(at, content)
@@ -113,51 +195,79 @@ class MeasuresJournal:
         self._memory.close()
 
 
-def read_journal(path: Path) -> tuple[Part, ...]:
+def read_journal(path: Path) -> Journal:
     """What is in the journal at ``path``; nothing, if there is none."""
     try:
         return journal_in(read_bytes(path))
     except (OSError, ValueError):
-        return ()
+        return Journal()
 
 
-def journal_in(content: bytes) -> tuple[Part, ...]:
-    """What is in the bytes of a journal, as far as it is whole."""
-    slots = range(0, JOURNAL_BYTES, _SLOT_BYTES) if len(content) >= JOURNAL_BYTES else ()
-    found = (_part(content[at : at + _SLOT_BYTES], late=at >= _KEPT * _SLOT_BYTES) for at in slots)
-    return tuple(part for part in found if part is not None)
+def journal_in(content: bytes) -> Journal:
+    """What is in the bytes of a journal; nothing, if there are too few of them."""
+    if len(content) < JOURNAL_BYTES:
+        return Journal()
+    found = (_area(content[start : start + _AREA_BYTES]) for start in (0, _AREA_BYTES))
+    counts = dict(_COUNT.iter_unpack(content[_COUNTS_AT:JOURNAL_BYTES]))
+    return Journal(tuple(area for area in found if area is not None), counts)
 
 
-def _part(slot: bytes, *, late: bool) -> Part | None:
-    step, notes, length, crc32 = _HEADER.unpack_from(slot)
-    text = slot[_HEADER.size : _HEADER.size + max(0, length)]
-    if not text or zlib.crc32(text, zlib.crc32(slot[:_SUMMED_BYTES])) != crc32:
+def _area(content: bytes) -> JournalArea | None:
+    begins, noted, late, entries, length, crc32 = _HEADER.unpack_from(content)
+    text = content[_HEADER.size : _HEADER.size + length]
+    if begins == _NEVER or noted < begins or zlib.crc32(text) != crc32:
         return None
-    means = MetricMeans()
+    found = []
     try:
-        train, recent, measured = of_kind(tuple[State, State, list[Any]], value_in(text), "a journal")
-        for name, value, weight, items in measured:
-            means.add_number(name, value, weight, items)
-        more = means.own()
-        return Part(step, Sums(plus(train, more), plus(recent, more)), notes, late)
-    except (TypeError, ValueError):  # whole, and not by a rank
+        names, train, recent = of_kind(tuple[list[str], Any, Any], value_in(text), "a journal")
+        for number in range(entries):
+            step, name, *values = _ENTRY.unpack_from(content, _ENTRIES_AT + number * _ENTRY.size)
+            found.append((step, Measured(names[name], *values)))
+    except (ValueError, IndexError, struct.error):
         return None
+    return JournalArea(begins, noted, late, Sums(train, recent), tuple(found))
 
 
-def part_after(journal: Sequence[Part], step: int) -> Part | None:
-    """A rank's part after ``step``, with what came late; None if its ``journal`` does not say."""
-    return max((part for part in journal if part.step == step), key=lambda part: part.late, default=None)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has measured up to a step."""
+
+    sums: Sums
+    late: bool  #: whether something of this step came after its gradients were summed
+    closed: bool  #: whether nothing of this step can have come later
 
 
-def is_closed(journal: Iterable[Part], step: int) -> bool:
-    """Whether nothing of ``step`` can have come later than its ``journal`` says."""
-    return any(part.step > step or (part.late and part.step == step) for part in journal)
+def part_after(journal: Journal, step: int, logged: int) -> Part | None:
+    """A rank's part after ``step``; None if its ``journal`` does not say.
+
+    Args:
+        journal: of this rank.
+        step: steps done.
+        logged: the last step before it after which what is measured was logged, and ``recent`` began anew.
+    """
+    areas = journal.areas
+    for area in areas:
+        # One that begins right after the step has the sums of the pass that begins there.
+        if not area.begins < step <= area.noted and not area.begins == step == area.late:
+            continue
+        if area.begins < step and any(other.begins == step == other.late for other in areas):
+            continue  # the other one has what came late
+        train, recent = MetricMeans(), MetricMeans()
+        for at, (name, value, weight, items) in area.entries:
+            for means, after in ((train, area.begins), (recent, logged)):
+                if after < at <= step:
+                    means.add_number(name, value, weight, items)
+        before = area.sums.recent if area.begins > logged else {}
+        sums = Sums(plus(area.sums.train, train.own()), plus(before, recent.own()))
+        closed = any(other.late >= step or other.noted > step for other in areas)
+        return Part(sums, late=area.late == step, closed=closed)
+    return None
 
 
 def total(parts: Iterable[Sums]) -> Sums:
     """The sums over all ranks."""
-    train: State = {}
-    recent: State = {}
+    train: Mapping[str, list[int | float]] = {}
+    recent: Mapping[str, list[int | float]] = {}
     for part in parts:
         train, recent = plus(train, part.train), plus(recent, part.recent)
-    return Sums(train, recent)
+    return Sums(dict(train), dict(recent))

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from lockstep.run.recovery.measures_journal import Part, Sums, is_closed, part_after, total
+from lockstep.run.recovery.measures_journal import Journal, Part, Sums, part_after, total
 
 #: Begins what is said of a generation whose ranks held different bits.
 NOT_USED = "the states that survivors have left are not used, for one of the machines may be faulty: "
 
 #: What ranks have measured, by generation and rank.
-Journals = Mapping[tuple[str, int], Sequence[Part]]
+Journals = Mapping[tuple[str, int], Journal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,24 +126,27 @@ def differing(nodes: Sequence[Left]) -> set[str]:
 
 def _sums(state: LeftState, journals: Journals, copied: Journals, log_every: int | None) -> Sums | None:
     """The measurements of all ranks after the state's step; None if those of one rank are missing."""
-    known = [_journal(state, rank, journals, copied) for rank in range(state.ranks)]
-    parts = [part for journal in known if (part := part_after(journal, state.step)) is not None]
-    late, closed = any(part.late for part in parts), all(is_closed(journal, state.step) for journal in known)
+    logged = state.step if log_every is None else (state.step - 1) // log_every * log_every
+    parts = [_part(state, rank, journals, copied, logged) for rank in range(state.ranks)]
+    known = [part for part in parts if part is not None]
     # A script that measures after its step does so on all ranks; a rank that was killed before that lacks its part.
-    if len(parts) < state.ranks or (late and not closed):
+    if len(known) < len(parts) or (any(part.late for part in known) and not all(part.closed for part in known)):
         return None
-    sums = total(part.sums for part in parts)
-    # The means of a finished pass were logged, and also the recent ones if they are logged after this step.
-    is_logged = log_every is None or (state.turn and state.step % log_every == 0)
-    return Sums({} if state.turn else sums.train, {} if is_logged else sums.recent)
+    sums = total(part.sums for part in known)
+    if not state.turn:
+        return sums
+    # The means of the finished pass were logged, and also the recent ones if they are logged after this step.
+    is_logged = log_every is not None and state.step % log_every == 0
+    return Sums({}, {} if is_logged else sums.recent)
 
 
-def _journal(state: LeftState, rank: int, journals: Journals, copied: Journals) -> Sequence[Part]:
-    """What ``rank`` has written down, also where its node is lost; nothing where it is not known for sure."""
+def _part(state: LeftState, rank: int, journals: Journals, copied: Journals, logged: int) -> Part | None:
+    """What ``rank`` had measured, also where its node is lost; None if that is not known, or not for sure."""
     key = state.generation, rank
     if key in journals:
-        return journals[key]
+        return part_after(journals[key], state.step, logged)
+    if key not in copied or (state.generation, state.rank) not in journals:
+        return None
     # Who has finished the step has noted all of it; a copy may lack a note, or have one that was taken back since.
-    copy = copied.get(key, ())
-    own, its = (part_after(each, state.step) for each in (journals.get((state.generation, state.rank), ()), copy))
-    return copy if own is not None and its is not None and own.notes == its.notes else ()
+    made = journals[state.generation, state.rank].counts.get(state.step)
+    return part_after(copied[key], state.step, logged) if made == copied[key].counts.get(state.step, -1) else None

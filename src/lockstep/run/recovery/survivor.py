@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -32,11 +32,11 @@ from lockstep.errors import DifferentCalls, MismatchError, NonFiniteError
 from lockstep.formatting import format_ranks
 from lockstep.launch_contract import EMERGENCY
 from lockstep.peer_failure import is_peer_failure
-from lockstep.run.metrics.metric_means import PassMetrics
+from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
 from lockstep.run.recovery.copied_measures import CopiedMeasures, open_copied_measures
 from lockstep.run.recovery.emergency_files import EmergencyFiles
 from lockstep.run.recovery.left_behind import LeftBehind
-from lockstep.run.recovery.measures_journal import MeasuresJournal, Sums
+from lockstep.run.recovery.measures_journal import Measured, MeasuresJournal, Sums
 from lockstep.run.recovery.mirror import Mirror, open_mirror
 from lockstep.run.recovery.newest_state import NOT_USED, Left, choose, differing
 from lockstep.run.recovery.resume_point import ResumePoint, described
@@ -76,6 +76,9 @@ class Emergency:
 
     def note_late(self, step: int) -> None:
         """Write down, at the end of the loop's body, what ``step`` has measured since its gradients were summed."""
+
+    def discard(self) -> None:
+        """The step in work is discarded, with whatever was noted of it."""
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
@@ -148,6 +151,9 @@ class EmergencyMemory(Emergency):
         self._say: Final = say
         self._journal: MeasuresJournal | None = None
         self._copied: CopiedMeasures | None = None
+        self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
+        self._step = 0  # that was noted last
+        self._of_step: list[Measured] = []
         if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
             self._copied = open_copied_measures(self._files.own, group, say)
         self._refused: tuple[str, ...] = ("not tried yet",) if writes else ()  # why, of each rank; the same on all
@@ -179,21 +185,40 @@ class EmergencyMemory(Emergency):
         """See `Emergency.note`. Takes some microseconds on a CPU; with a GPU it waits for the device."""
         if self._mirror is not None:
             self._mirror.finish()
-        self._write_down(step)
+        journal, metrics = self._journal, self._metrics
+        if not self.notes:
+            return
+        measured = self._measured()
+        if self._step != step:
+            self._step, self._of_step = step, []
+        self._of_step += measured
+        if journal is None:
+            return
+        if metrics.train is not self._train or not journal.takes(measured):
+            self._train, measured = metrics.train, self._of_step
+            self._begin(journal, step - 1, measured)
+        journal.note(step, measured)
+        if self._copied is not None:
+            self._copied.exchange()
 
     def note_late(self, step: int) -> None:
         """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
-        if self._metrics.has_called:
-            self._write_down(step, late=True)
-
-    def _write_down(self, step: int, *, late: bool = False) -> None:
-        metrics = self._metrics
-        metrics.has_called = False
-        if self._journal is None:
+        journal = self._journal
+        if not self.notes or not self._metrics.has_called:
             return
-        self._journal.note(step, Sums(metrics.train.own(), metrics.recent.own()), metrics.of_step, late=late)
+        measured = self._measured()
+        if journal is None:
+            return
+        if journal.takes(measured):
+            journal.note(step, measured, late=True)
+        else:
+            self._begin(journal, step, measured, late=True)
         if self._copied is not None:
             self._copied.exchange()
+
+    def discard(self) -> None:
+        """Forget what was noted of the step in work: the next note takes its place."""
+        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
@@ -211,9 +236,21 @@ class EmergencyMemory(Emergency):
                 self._files.own.mkdir(parents=True, exist_ok=True)
                 repeat = None if self._copied is None else self._copied.write
                 self._journal = MeasuresJournal(self._files.measures(self._group.rank), repeat)
+                self._train = None  # the next note begins with all that was measured
             except OSError as error:
                 return f"{error.filename or self._files.own}: {error.strerror}"
         return ""
+
+    def _measured(self) -> list[Measured]:
+        return [
+            Measured(name, float(value), int(weight), int(count))
+            for name, value, weight, count in self._metrics.take_added()
+        ]
+
+    def _begin(self, journal: MeasuresJournal, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
+        sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
+        names = dict.fromkeys([*sums.train, *sums.recent, *(one.name for one in measured)])
+        journal.begin(step, sums, names, late=late)
 
     def forget_before(self) -> None:
         """Remove the files of earlier generations, once for the ranks of this node."""

@@ -27,7 +27,7 @@ from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.loop.position import RunPosition
 from lockstep.run.metrics.metric_means import PassMetrics
 from lockstep.run.metrics.progress_reporter import ProgressReporter, RankWarnings
-from lockstep.run.recovery.survivor import Emergency, open_emergency
+from lockstep.run.recovery.survivor import Emergency, open_emergency, writes_emergency
 from lockstep.run.setup.identity import RunIdentity
 from lockstep.run.setup.kernels import Kernels, number_formats
 from lockstep.run.setup.precision import Precision
@@ -165,7 +165,8 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     )
     # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
     has_emergency = is_kept and current_trial() is None
-    metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, alike=share.in_step)
+    notes = has_emergency and writes_emergency(env, settings, group, strategy)
+    metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes, alike=share.in_step)
     # A script's second run is asked to stop where its first one is.
     of_script = job.run_dir is not None and current_trial() is None and is_kept
     stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
