@@ -946,7 +946,7 @@ MUTANTS = [
         BAYESIAN,
     ),
     mutant("tune/search/gaussian_process.py", "gradient[-1] -= quiet", "gradient[-1] += quiet", BAYESIAN),
-    mutant("tune/search/gaussian_process.py", "z * below", "z - below", BAYESIAN),
+    mutant("tune/search/gaussian_process.py", "z * standard_normal_below(z)", "z - standard_normal_below(z)", BAYESIAN),
     mutant("tune/record/trial_history.py", "self._running.discard(record.number)", "pass", SEARCHES),
     mutant("tune/workers/breeding.py", 'if trial.state == "failed"', 'if trial.state == "done"', SEARCHES),
 ]

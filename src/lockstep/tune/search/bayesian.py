@@ -23,7 +23,13 @@ import numpy as np
 from lockstep.tune.search.algorithm import Proposal
 from lockstep.tune.search.cma_es import reflected
 from lockstep.tune.search.evolution import MOVES, Elite, Evolution
-from lockstep.tune.search.gaussian_process import Array, GaussianProcess, Kernel, log_expected_improvement
+from lockstep.tune.search.gaussian_process import (
+    Array,
+    GaussianProcess,
+    Kernel,
+    log_expected_improvement,
+    standard_normal_below,
+)
 from lockstep.tune.search.individual import Individual, Point
 from lockstep.tune.search.population import Population, rank_of
 from lockstep.tune.search.space import Space
@@ -200,7 +206,7 @@ class BayesianEvolution:
     def _chance(self) -> Callable[[Array], Array]:
         """The logarithm of the probability that points (n, genes) neither fail nor violate constraints."""
         allowed, violating = self._learnt, self._violating[-_MOST // 2 :]
-        failed = [tuple(point) for point in self._failed[-_MOST // 2 :]]
+        failed = self._failed[-_MOST // 2 :]
         violations = np.array([individual.violation for individual in violating])
         most = violations[np.isfinite(violations)].max(initial=0.0) or 1.0
         # Above 0 is what is not allowed, by its violation, so that less of that is nearer to none.
@@ -214,7 +220,7 @@ class BayesianEvolution:
         def chance(candidates: Array) -> Array:
             expected, deviation = process.predict(candidates)
             z = (expected + mean / width) / deviation
-            return np.log([max(0.5 * math.erfc(each / math.sqrt(2)), 1e-300) for each in z])
+            return np.asarray(np.log(np.maximum(standard_normal_below(-z), 1e-300)))
 
         return chance
 

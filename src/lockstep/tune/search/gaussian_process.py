@@ -108,6 +108,11 @@ class GaussianProcess:
         return GaussianProcess(self._kernel, np.concatenate([self._points, points]), losses, self._variance)
 
 
+def standard_normal_below(z: Array) -> Array:
+    """The probability that N(0, 1) is below each of ``z`` (n,)."""
+    return 0.5 * np.array([math.erfc(-each / math.sqrt(2)) for each in z])
+
+
 def log_expected_improvement(mean: Array, deviation: Array, best: float) -> Array:
     """The logarithm of by how much a loss N(mean, deviation²) is expected to be below ``best``, where that is positive.
 
@@ -116,8 +121,7 @@ def log_expected_improvement(mean: Array, deviation: Array, best: float) -> Arra
     """
     z = (best - mean) / deviation
     density = np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)
-    below = 0.5 * np.array([math.erfc(-each / math.sqrt(2)) for each in z])
-    near = np.log(np.maximum(density + z * below, 1e-300))
+    near = np.log(np.maximum(density + z * standard_normal_below(z), 1e-300))
     far = -0.5 * z**2 - 0.5 * math.log(2 * math.pi) - 2 * np.log(np.maximum(np.abs(z), 1.0))
     return np.asarray(np.where(z > -5, near, far) + np.log(deviation))
 
