@@ -63,8 +63,6 @@ class EndOfStep:
         self._measurement: Final = measurement
         self._idle_devices: Final = open_idle_devices(context)
         self._save_stop: Final = context.save_stop
-        self._open_step = 0  # a step that is done, and whose body has not ended; 0: none
-        self._checked = False  # of the open step: whether its loop was left, and all but the decisions was done
         self._turns = 0  # of the outer loop, in this process
         self._rows_of_turn: list[LoggedRow] = []  # what the turn of the outer loop had logged that ended last
         self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
@@ -75,24 +73,24 @@ class EndOfStep:
 
     def count(self, samples: int) -> None:
         """A step of ``samples`` is done; its end comes when the body of the loop is over. Once for each step."""
-        if self._open_step:
+        if self._position.step_end.is_to_come:
             return
+        self._position.note("made")
         self._position.progress = self._position.progress.after_step(samples)
         self._position.passes.after_step()
-        self._open_step = self._position.progress.step
         self.steps += 1
         self._position.evaluations = self._position.evaluations_done = 0
         self._context.metrics.step_is_done()
         self.proof.step_is_done()
         # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
         self._position.seed_script("body")
-        self._context.marker.set_step(self._open_step)
+        self._context.marker.set_step(self._position.progress.step)
 
     @property
     def waits(self) -> bool:
         """Whether decisions to save and to stop must wait: a step has not ended, or its loop was left by ``break``."""
-        is_left = self._position.is_left and not isinstance(self._context.strategy, ServerStrategy)
-        return bool(self._open_step) or is_left
+        step_end = self._position.step_end
+        return step_end.is_to_come or (step_end.is_left and not isinstance(self._context.strategy, ServerStrategy))
 
     def finish(self) -> None:
         """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
@@ -100,13 +98,13 @@ class EndOfStep:
         To be called where a resume can go on.
         """
         self._raise_error()
-        step, self._open_step = self._open_step, 0
-        if not step:
+        before, step = self._position.step_end, self._position.progress.step
+        self._position.note("ended")
+        if not before.is_to_come:
             if self._save_again:
                 self.save()
             return
-        checked, self._checked = self._checked, False
-        if not checked:
+        if not before.is_compared:
             self._finite.step_ended()
         self._context.metrics.step_is_done()  # what the rest of the body has measured
         self._context.emergency.note_late(step)
@@ -121,7 +119,7 @@ class EndOfStep:
             self._context.emergency.forget_before()
         self._log.write_recent()  # before it is saved: a resumed run has logged it
         decision = self._save_stop.after_step(step)
-        if not checked and self._compares and not decision.saves:
+        if not before.is_compared and self._compares and not decision.saves:
             self._snapshot.compare_ranks()
         self.carry_out(decision)
         position = self._position
@@ -135,7 +133,8 @@ class EndOfStep:
     def finish_turn(self) -> None:
         """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""
         # A step that was left by `break` ends here: what was logged since is then forgotten, and belongs to the turn.
-        before = [row for row in self._log.rows if row[0] == self._position.progress.step] if self._open_step else []
+        step = self._position.progress.step if self._position.step_end.is_to_come else None
+        before = [row for row in self._log.rows if row[0] == step]
         self.finish()
         self._rows_of_turn = [*before, *self._log.rows]
         if self._turns < _COMPARED_TURNS or self._is_check_due:
@@ -165,12 +164,13 @@ class EndOfStep:
         wait for the next pass, or for the end of the turn. Not so where ranks serve others, for servers do not learn of
         a break before they have ended the step.
         """
-        if not self._position.is_left or isinstance(self._context.strategy, ServerStrategy):
+        step_end = self._position.step_end
+        if not step_end.is_left or isinstance(self._context.strategy, ServerStrategy):
             self.finish()
             return
         self._raise_error()
-        if self._open_step and not self._checked:
-            self._checked = True
+        if step_end.is_to_come and not step_end.is_compared:
+            self._position.note("compared")
             self._finite.step_ended()
             if self._compares:
                 self._snapshot.compare_ranks()

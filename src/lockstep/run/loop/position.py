@@ -10,6 +10,7 @@ from lockstep.formatting import did_you_mean
 from lockstep.progress import Progress
 from lockstep.report import epoch_number
 from lockstep.run.loop.epochs import Passes
+from lockstep.run.loop.step_end import Event, StepEnd
 from lockstep.run.metrics.metric_means import Number
 from lockstep.run.metrics.progress_reporter import RunLength
 from lockstep.seeding import seed_generators, seed_of
@@ -35,7 +36,7 @@ class RunPosition:
         self.reports = 0  #: losses that were reported to a search
         self.evaluations = 0  #: evaluations since the last step
         self.evaluations_done = 0  #: of these, what a resume does not repeat
-        self.is_left = False  #: whether the loop of `train` was left by `break`, and nothing says yet where it goes on
+        self.step_end = StepEnd.ENDED  #: how far the end of the last step is
         self.loss: Number | None = None  #: of the last micro-batch trained on
         self.length = RunLength()
 
@@ -49,10 +50,14 @@ class RunPosition:
         """Whether a step of the outer loop's turn is done: a resume goes on in the middle of it."""
         return self.progress.step > self.passes.began
 
+    def note(self, event: Event) -> None:
+        """``event`` changes `step_end`."""
+        self.step_end = self.step_end.after(event)
+
     def begin_turn(self) -> None:
         """A turn of the outer loop begins here."""
         self.passes.begin_turn(self.progress.step)
-        self.is_left = False
+        self.note("taken_up")
         self.evaluations_done = self.evaluations
 
     def set_metrics(self, values: Mapping[str, float], *, keep_after: int) -> None:

@@ -228,7 +228,7 @@ class TrainingLoop:
             self._leave_before_end()
 
     def _leave_before_end(self) -> None:
-        self._position.is_left = True
+        self._position.note("left")
         self._context.leaves.leave("left the loop over run.train(...)", self._position.progress.step)
 
     def step(
@@ -279,7 +279,7 @@ class TrainingLoop:
         self._loaders.take_up(loaders)
         self._set_plan(loaders, names)
         # A step whose loop was left by `break` ends here: a resume goes on in this pass.
-        self._position.is_left = False
+        self._position.note("taken_up")
         self._position.evaluations_done = self._position.evaluations
         self._end_of_step.finish()
         return True

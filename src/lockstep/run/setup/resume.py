@@ -122,7 +122,7 @@ class TrainingStart:
             return False
         self._restore(tree)
         self._snapshot.restore_evaluations(tree)
-        return self._position.is_left
+        return self._position.step_end.is_left
 
     def require_resumed(self) -> None:
         """Check that the script has reached the pass in which the checkpoint was taken.

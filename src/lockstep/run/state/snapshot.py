@@ -12,6 +12,7 @@ from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
 from lockstep.run.checks.divergence import DivergenceCheck
+from lockstep.run.loop.step_end import StepEnd
 from lockstep.run.recovery.resume_point import tree_marks
 from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import LossStrategy, ServerStrategy, StatePart
@@ -44,7 +45,7 @@ class RunSnapshot:
             "measures": self._metrics.train.state(self._context.group),
             "recent": self._metrics.recent.state(self._context.group) if self._context.settings.log_every else {},
             "carry": self._carried.state(),
-            "is_left": self._position.is_left,
+            "is_left": self._position.step_end.is_left,
         }
         self._compare(tree)
         self._marks_of_taken = tree_marks(objects)
@@ -162,7 +163,7 @@ class RunSnapshot:
         position = self._position
         position.progress = Progress.from_dict(tree["progress"])
         position.passes.load(tree["passes"])
-        position.is_left = tree["is_left"]
+        position.step_end = StepEnd.LEFT if tree["is_left"] else StepEnd.ENDED
         self.restore_evaluations(tree)
         # With more patience than the run that ended, this one goes on.
         position.ended = tree["ended"] and any(one.stopped for one in self._state.early_stopping.values())
