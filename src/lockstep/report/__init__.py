@@ -25,6 +25,7 @@ from lockstep.report.views import (
     ViewOf,
     choose_view,
     ignoring_write_errors,
+    is_notebooks,
     line_interval_s,
     view_on,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "epoch_number",
     "export_metrics",
     "ignoring_write_errors",
+    "is_notebooks",
     "lateness",
     "line_interval_s",
     "new_figure",

@@ -16,6 +16,7 @@ from typing import Any
 from lockstep.errors import LaunchError, MismatchError, SettingError
 from lockstep.launch import Function
 from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
+from lockstep.report import is_notebooks
 from lockstep.tune.record.search_directory import SearchDirectory, open_directory
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import SearchResult, load
@@ -119,8 +120,9 @@ def tune(
         SettingError: if an argument cannot be used, if ``run_dir`` holds a search and neither ``resume`` nor ``fresh``
             is given, or if it holds a search over another space, seed or number of objectives.
         LaunchError: if the workers that this call has started failed.
-        SystemExit: with code 75 if the search was asked to stop, and can be resumed; with code 0 on workers that are
-            not to continue the script.
+        KeyboardInterrupt: if the kernel of a notebook was interrupted; the search can be resumed.
+        SystemExit: with code 75 if the search was asked to stop otherwise, and can be resumed; with code 0 on workers
+            that are not to continue the script.
     """
     searched = Space.of(space)
     sources = (warm_start,) if isinstance(warm_start, str | os.PathLike) else warm_start
@@ -308,7 +310,10 @@ def _start_workers(
     request = SearchRequest(
         Function(be_rank), directory, sizes, hang_after_s=hang_after_s, again="tune(..., resume=True)"
     )
-    code = Driver(request, sys.stdout, sys.stderr).run()
+    driver = Driver(request, sys.stdout, sys.stderr)
+    code = driver.run()
+    if code == EXIT_STOPPED and driver.is_interrupted and is_notebooks(sys.stdout):
+        raise KeyboardInterrupt
     if code == EXIT_STOPPED:
         raise SystemExit(code)
     if code != EXIT_OK:

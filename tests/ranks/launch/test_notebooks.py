@@ -132,6 +132,34 @@ def test_a_kernel_interrupted_where_ranks_do_not_listen_ends_them_too(kernel, wo
     assert kernel.run("print('alive')").text() == "alive\n"
 
 
+def test_an_interrupted_search_leaves_no_worker_behind_and_goes_on(kernel, workshop):
+    searches = textwrap.dedent("""
+        def objective(params):
+            time.sleep({pause_s})
+            return params["x"] ** 2
+
+        found = lockstep.tune(
+            objective, {{"x": (-1.0, 1.0)}}, trials=12, workers=2, algorithm="random", run_dir="s", resume={resume}
+        )
+        print(len(found.trials))
+    """)
+    interrupted = []
+
+    def meanwhile(cell):
+        if pictures_of(cell) and not interrupted:
+            interrupted.append(True)
+            wait_until(lambda: list((workshop.here / "s").glob("journal/*")), workshop.said_of_processes)
+            kernel.manager.interrupt_kernel()
+
+    cell = kernel.run(searches.format(pause_s=5, resume=False), meanwhile)
+    assert cell.error.startswith("KeyboardInterrupt")
+    assert "to go on: tune(..., resume=True)" in cell.text("stderr")
+    wait_until(lambda: not ranks_of(workshop), workshop.said_of_processes)
+    more = kernel.run(searches.format(pause_s=0, resume=True))
+    assert not more.error, more
+    assert more.text().splitlines()[-1] == "12"
+
+
 @pytest.mark.parametrize("how", ["restarted", "killed"])
 def test_ranks_end_with_their_kernel(kernel, workshop, how):
     ended = []

@@ -136,6 +136,11 @@ class Driver:
         self._began_s = time.time()
         self._view = choose_search_view(err, os.environ)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the user, and not the end of the job or a file, was the first to ask the search to stop."""
+        return self._stops.first == signal.SIGINT
+
     def run(self) -> int:
         """Start the workers, and return the exit code once all have ended.
 
