@@ -89,6 +89,11 @@ def test_price(tmp_path):
     assert len(shown.splitlines()) == 3 + len(seen)
 
 
+def test_gradient_hooks(tmp_path):
+    found, _ = measured(tmp_path, "gradient_hooks.py", "--layers", "3")
+    assert [(row["parameters"], row["way"]) for row in found] == [(6, "plain"), (6, "ddp"), (6, "hooks")]
+
+
 @pytest.mark.campaign
 def test_compress(tmp_path):
     found, shown = measured(tmp_path, "compress.py", "--models", "transformer", "--ranks", "1", "3")
