@@ -1,6 +1,6 @@
 """The view for a cell of a notebook: one output of the cell, in which each picture takes the place of the one before.
 
-What is printed stands below it, in the cell's other outputs.
+What is printed are other outputs of the cell.
 """
 
 from __future__ import annotations

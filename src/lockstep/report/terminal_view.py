@@ -39,16 +39,18 @@ class TerminalView(Generic[Shown]):
     def __init__(self, stream: TextIO, env: Mapping[str, str], picture: Callable[[Shown], RenderableType]) -> None:
         self._picture = picture
         self._console = Console(file=stream, force_terminal=True, force_jupyter=False, _environ=env)
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,  # no thread of its own: a display that moves while the run does not would be wrong
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=sys.stderr.isatty(),
-        )
+        self._live: Live | None = None  # None before the first picture, and after one that was left where it is
 
     def show(self, status: Shown) -> None:
         """Draw it."""
-        if not self._live.is_started:
+        if self._live is None:
+            # A new one each time: one that is started again would take the line above it for its last picture's.
+            self._live = Live(
+                console=self._console,
+                auto_refresh=False,  # no thread of its own: a display that moves while the run does not would be wrong
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
+            )
             self._live.start()
             # Live hides the cursor, and a process that is killed could not give it back.
             self._console.show_cursor(True)
@@ -59,8 +61,10 @@ class TerminalView(Generic[Shown]):
         self._console.print(Text.from_ansi(text.rstrip("\r\n")), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the picture where it is."""
-        self._live.stop()
+        """Leave the picture where it is; the next one is drawn below what is printed until then."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
 
 def picture(status: Status, below: Sequence[str] = ()) -> Group:

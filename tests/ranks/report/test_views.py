@@ -245,6 +245,20 @@ def test_a_narrow_terminal_is_not_wrapped():
     assert "step 500/1 000" in rows[5]
 
 
+def test_what_is_printed_between_two_pictures_stays_as_where_ranks_are_restarted():
+    stream = io.StringIO()
+    view = choose_view(stream, {"LOCKSTEP_VIEW": "live", "TERM": "xterm", "COLUMNS": "60"})
+    for step in (1, 2, 3, 4):
+        view.show(Status(step=step))
+        if step % 2 == 0:
+            view.close()
+            view.line("rank 1 was killed")
+            view.line("restarting")
+    rows = screen(stream.getvalue().replace("\n", "\r\n"))  # as a terminal makes of it
+    assert [row for row in rows if row.startswith("r")] == ["rank 1 was killed", "restarting"] * 2
+    assert [re.search(r"step \d+$", row)[0] for row in rows if row.startswith("training")] == ["step 2", "step 4"]
+
+
 def test_what_goes_to_a_file_is_not_drawn(tmp_path):
     with (tmp_path / "out").open("wb") as out:
         content = on_terminal(extra="print(f'printed {step}')", stdout=out)
