@@ -245,6 +245,13 @@ def shortened(find: Callable[[Path], Path], by: float) -> Callable[[Path], None]
     return lambda checkpoint: os.truncate(path := find(checkpoint), int(path.stat().st_size * (1 - by)))
 
 
+def torn(path: Path) -> None:
+    """The last line of a file lacks its second half."""
+    content = path.read_bytes()
+    before, last, _ = content.rpartition(content.splitlines(keepends=True)[-1])
+    os.truncate(path, len(before) + len(last) // 2)
+
+
 def replaced(make: Callable[[Path], object]) -> Callable[[Path], None]:
     """Something else in place of a part."""
 
@@ -353,7 +360,7 @@ BETWEEN: dict[str, Fault] = {
     ),
     "an older checkpoint under a higher number": changed(linked),
     "what cut-off saves leave": changed(stale),
-    "the last line of the metrics is torn": changed(shortened(lambda run_dir: run_dir / _METRICS, 0.1)),
+    "the last line of the metrics is torn": changed(lambda run_dir: torn(run_dir / _METRICS)),
     "a bit of the metrics is another one": changed(flipped(lambda run_dir: run_dir / _METRICS, 20)),
     "EIO where a part is read at a resume": Fault(
         unreadable,

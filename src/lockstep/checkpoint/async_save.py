@@ -171,6 +171,10 @@ class Checkpoints:
         if why_not:
             raise SettingError(why_not)
 
+    def before_commit(self, flush: Callable[[], object]) -> None:
+        """From now on the leader calls ``flush`` in the thread of each save, before the checkpoint becomes visible."""
+        self._writer.before_commit = flush
+
     def release(self) -> None:
         """Free the root for another run; nothing is saved afterwards. Not collective; also after `abandon`."""
         self.abandon()

@@ -120,6 +120,8 @@ class SaveWriter:
         self.root = root
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
         self.next_step = NextStepFile(disk)  #: of the checkpoint that was committed last
+        #: Called on the leader before a checkpoint becomes visible.
+        self.before_commit: Callable[[], object] = lambda: None
 
     def write(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
         """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome.
@@ -231,6 +233,7 @@ class SaveWriter:
         whole = replace(save.manifest, tensors=stored, files=files, heads=heads, ranks=self._ranks)
         if taken := _taken_over(self.root):
             return taken, ()
+        self.before_commit()
         self.next_step.before_commit(save.scratch, save.manifest.step)
         self.next_step.committed(commit(save.scratch, whole, self.root, self._disk))
         return "", remarks

@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import time
 from collections import Counter, deque
@@ -28,6 +29,7 @@ from lockstep.records import MOST_GROWN, of_kind, read_bytes, value_in
 _RESERVED = ("step", "wall_s")
 _MOST_WAITING = 10_000  # records for which there is no room
 _BEGINNING = b'{"step": '  # of the first record, and so of the file
+_STEP = re.compile(rb'\{"step": (\d+),')
 
 
 class MetricsFile:
@@ -35,7 +37,8 @@ class MetricsFile:
 
     Opening it for a run that goes on after ``step`` steps cuts off what was logged after that step, and a last line
     that a crash left unfinished; the run will log those again. What was logged at that very step stays, and if the
-    run repeats it, as when it evaluates again, it is not written twice. At step 0 the file starts over.
+    run repeats it, as when it evaluates again, it is not written twice. At step 0 the file starts over. If the
+    unfinished line is of an earlier step, the run does not log it again, and ``say`` gets a line.
 
     Each record is one whole line, written at once and visible to readers at once: ``step`` (optimizer steps done),
     ``epoch`` (from 1), ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan, which is
@@ -90,6 +93,12 @@ class MetricsFile:
         self._waiting.append(record)
         self._write_waiting()
         return row
+
+    def flush(self) -> None:
+        """What the file has taken survives a power cut afterwards, unless its file system cannot do that."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.fsync(self._file)
 
     def close(self) -> None:
         """Close the file, once it has taken what waits; what it still does not take is lost, and that is said."""
@@ -168,6 +177,9 @@ class MetricsFile:
             with open(file, "rb", closefd=False) as stream:
                 content = stream.read()
             rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied
+            unfinished = _STEP.match(content, rows[-1][1] if rows else 0)
+            if unfinished and int(unfinished[1]) < self._at:
+                self._say(f"the record of step {int(unfinished[1])} in {self._path} is unfinished, and lost")
             self._end = 0
             self._kept.clear()
             if self._at > 0:

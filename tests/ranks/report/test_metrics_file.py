@@ -112,6 +112,15 @@ def test_an_interrupted_run_reads_as_one(tmp_path_factory, stops):
     ]
 
 
+@pytest.mark.parametrize(("resumed_at", "lost"), [(8, True), (4, False), (2, False)])
+def test_an_unfinished_record_that_no_run_writes_again_is_told(tmp_path, resumed_at, lost):
+    said = []
+    path = logged(tmp_path / "m", [(2, {"a": 1}), (4, {"a": 2})])
+    os.truncate(path, path.stat().st_size - 5)
+    logged(path, [], step=resumed_at, say=said.append)
+    assert said == [f"the record of step 4 in {path} is unfinished, and lost"] * lost
+
+
 def test_a_run_from_the_start_starts_the_record_over(tmp_path):
     logged(tmp_path / "m", [(0, {"a": 1}), (5, {"a": 1})])
     assert MetricsFile.read(logged(tmp_path / "m", [])) == []
@@ -133,7 +142,7 @@ def test_a_file_of_someone_else_is_refused_and_left_alone(tmp_path, step):
 
 @pytest.mark.parametrize("length", range(0, 50, 4))
 def test_a_first_record_cut_short_is_written_again(tmp_path, length):
-    (tmp_path / "m").write_bytes(b'{"step": 1, "epoch": 1, "wall_s": 1.235, "a": 1}\n'[:length])
+    (tmp_path / "m").write_bytes(b'{"step": 2, "epoch": 1, "wall_s": 1.235, "a": 1}\n'[:length])
     assert len(MetricsFile.read(logged(tmp_path / "m", [(3, {"a": 1})], step=2))) == 1
 
 

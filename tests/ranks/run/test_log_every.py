@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.checkpoint import list_checkpoints
+from lockstep.report import MetricsFile
 from lockstep.run import Run
 from lockstep.testing import run_each
 from worlds import on_world
@@ -117,3 +119,17 @@ def mlflow_in(directory):
 def mlflow_points(directory):
     ((metrics,),) = [[path] for path in (directory / "mlflow").glob("*/*/metrics")]
     return {file.name: [line.split()[1:] for line in file.read_text().splitlines()] for file in metrics.iterdir()}
+
+
+def test_what_was_logged_before_a_checkpoint_is_flushed_before_the_checkpoint_is_visible(tmp_path, monkeypatch):
+    flush, seen = MetricsFile.flush, []
+
+    def flushed(file):
+        flush(file)
+        seen.append(len(list_checkpoints(tmp_path)))
+
+    monkeypatch.setattr(MetricsFile, "flush", flushed)
+    monkeypatch.setenv("LOCKSTEP_RESUME", "0")
+    trained(tmp_path)
+    assert seen[0] == 0
+    assert len(seen) >= 2

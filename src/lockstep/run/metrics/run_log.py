@@ -60,6 +60,8 @@ class RunLog:
         if directory:
             path = Path(directory, "metrics.jsonl")
             self._file = MetricsFile(path, step=step, say=say)
+            # Else a power cut could leave a checkpoint without what was logged before it, which no run logs again.
+            self._context.checkpointer.before_commit(self._file.flush)
             try:
                 record = MetricsFile.read(path) if path.exists() else []
             except OSError as error:

@@ -64,6 +64,9 @@ class RunCheckpointer:
         """
         return False
 
+    def before_commit(self, flush: Callable[[], object]) -> None:
+        """See `Checkpoints.before_commit`."""
+
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
 
@@ -248,6 +251,11 @@ class DirectoryCheckpointer(RunCheckpointer):
             self._checkpoints.save(tree(), step, identity, protect=protect)
             self.saved_step = step
         return begins
+
+    @override
+    def before_commit(self, flush: Callable[[], object]) -> None:
+        """See `Checkpoints.before_commit`."""
+        self._checkpoints.before_commit(flush)
 
     @override
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
