@@ -44,9 +44,10 @@ import campaign_ranks
 from campaign_faults import Fault, Group
 from campaign_network import HOSTS
 from campaign_page import Struck, page_with, summary, table
-from campaign_scripts import SAVE_EVERY, STEPS_IN_EPOCH, TRAIN
+from campaign_scripts import SAVE_EVERY, TRAIN
 from campaign_training import HOME, Manner, Step, Training, training, wait_for
 from hosts import why_not
+from lockstep.report import MetricsFile
 
 PAGE = Path(__file__).parents[1] / "docs" / "failures.md"
 GROUPS: dict[str, Group] = campaign_faults.GROUPS | campaign_ranks.GROUPS | campaign_files.GROUPS | HOSTS
@@ -171,11 +172,11 @@ def carry_out(one: Round, seed: int, expected: str) -> list[Struck]:
 
 def _lacking(run: Training) -> list[str]:
     """What was to be done in a training that is over, and was not."""
-    recorded = [json.loads(line)["epoch"] for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
-    told = {
-        int(step) // STEPS_IN_EPOCH for step in re.findall(r"the record of step (\d+) in .* is unfinished", run.said())
-    }
-    lost = set(range(1, run.manner.epochs + 1)).symmetric_difference(recorded) - told
+    recorded = [int(row["epoch"]) for row in MetricsFile.read(run.run_dir / "metrics.jsonl")]
+    damaged = len(re.findall(r"a record.* in .* is damaged", run.said()))
+    lost = set(range(1, run.manner.epochs + 1)).symmetric_difference(recorded)
+    if len(lost) <= damaged:
+        lost.clear()
     twice = len(recorded) - len(set(recorded))
     undone = [path.name for path in run.here.glob("do-*")]
     return [f"{name}: {found}" for name, found in (("epochs", lost), ("twice", twice), ("undone", undone)) if found]

@@ -300,7 +300,8 @@ def logs_gone(training: Training) -> None:
 _UNSAVED = r"not saved: "
 _DAMAGED = r"DAMAGED checkpoint of step \d+.*Falling back to the one before"
 _KILLED = killed_by(KILL)
-_NOT_LEFT = r"(?s)run failed: .*killed by SIGKILL.*(left no state|in memory)"
+#: Or the newest checkpoint holds the last finished step, and nothing is to be left.
+_NOT_LEFT = r"(?s)run failed: .*killed by SIGKILL.*(left no state|in memory|not mirrored any more)"
 EIO, ENOSPC = errno.EIO, errno.ENOSPC
 
 FILES: dict[str, Fault] = {

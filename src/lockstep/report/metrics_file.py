@@ -18,7 +18,7 @@ import re
 import stat
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ class MetricsFile:
     Opening it for a run that goes on after ``step`` steps cuts off what was logged after that step, and a last line
     that a crash left unfinished; the run will log those again. What was logged at that very step stays, and if the
     run repeats it, as when it evaluates again, it is not written twice. At step 0 the file starts over. If the
-    unfinished line is of an earlier step, the run does not log it again, and ``say`` gets a line.
+    unfinished line is of an earlier step, no run logs it again, and ``say`` gets a line; also for each line before that
+    is no record, such as one with a bit that the disk has lost, which stays as it is.
 
     Each record is one whole line, written at once and visible to readers at once: ``step`` (optimizer steps done),
     ``epoch`` (from 1), ``wall_s`` (seconds since 1970) and the values by name. JSON has no number for nan, which is
@@ -110,14 +111,14 @@ class MetricsFile:
 
     @staticmethod
     def read(path: Path) -> list[dict[str, float]]:
-        """Every whole record, in order, as numbers by name.
+        """Every whole record, in order, as numbers by name; lines that are no records are left out.
 
         Raises:
             SettingError: if ``path`` is something else than a record.
             OSError: if it cannot be read.
         """
         try:
-            return [row for row, _ in _rows(read_bytes(path, MOST_GROWN), path)]
+            return [line.row for line in _lines(read_bytes(path, MOST_GROWN), path) if line.row is not None]
         except ValueError as error:
             raise SettingError(str(error)) from None
 
@@ -176,23 +177,32 @@ class MetricsFile:
                 raise OSError(errno.EFBIG, f"{found.st_size} bytes, which no run has written", str(self._path))
             with open(file, "rb", closefd=False) as stream:
                 content = stream.read()
-            rows = list(_rows(content, self._path))  # also at step 0: another's file is refused, not emptied
-            unfinished = _STEP.match(content, rows[-1][1] if rows else 0)
-            if unfinished and int(unfinished[1]) < self._at:
-                self._say(f"the record of step {int(unfinished[1])} in {self._path} is unfinished, and lost")
+            lines = list(_lines(content, self._path))  # also at step 0: another's file is refused, not emptied
             self._end = 0
             self._kept.clear()
-            if self._at > 0:
-                for row, end in rows:
-                    if row["step"] > self._at:
-                        break
-                    self._end = end
-                    if row["step"] == self._at:
-                        self._kept[_names(row)] += 1
+            damaged = []
+            for line in lines if self._at > 0 else ():
+                if line.row is None:
+                    damaged.append(line.begin)
+                    continue
+                if line.row["step"] > self._at:
+                    break
+                self._end = line.end
+                if line.row["step"] == self._at:
+                    self._kept[_names(line.row)] += 1
+            self._say_lost(content, damaged)
             self._append(file, b"")
             undo.pop_all()
         self._file = file
         return file
+
+    def _say_lost(self, content: bytes, damaged: Sequence[int]) -> None:
+        """Tell of the lines that begin there, are no records, and will not be logged again."""
+        for begin in damaged:
+            step = _STEP.match(content, begin)
+            if begin < self._end or (step is not None and int(step[1]) < self._at):
+                which = "" if step is None else f" of step {int(step[1])}"
+                self._say(f"a record{which} in {self._path} is damaged, and its values are lost")
 
     def _append(self, file: int, line: bytes) -> None:
         # What a write cut short by a full disk has left behind the last whole record goes first.
@@ -226,8 +236,16 @@ def record_row(step: int, epoch: int, values: Mapping[str, object], wall_s: floa
     return row
 
 
-def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
-    """Each record with the offset of its end; a line that is no record, such as an unfinished one, ends them."""
+class _Line(NamedTuple):
+    """A line of the file as it is found."""
+
+    begin: int
+    end: int
+    row: dict[str, float] | None  #: None if it is no record, as where a crash left it unfinished
+
+
+def _lines(content: bytes, path: Path) -> Iterator[_Line]:
+    """Each line."""
     first, newline, _ = content.partition(b"\n")
     if newline and not first.startswith(_BEGINNING):  # else a crash may have left anything of it
         raise SettingError(
@@ -236,11 +254,9 @@ def _rows(content: bytes, path: Path) -> Iterator[tuple[dict[str, float], int]]:
         )
     end = 0
     for line in content.splitlines(keepends=True):
-        row = _parsed(line)
-        end += len(line)
-        if not line.endswith(b"\n") or "step" not in row:
-            return
-        yield {name: math.nan if value is None else value for name, value in row.items()}, end
+        row = _parsed(line) if line.endswith(b"\n") else {}
+        begin, end = end, end + len(line)
+        yield _Line(begin, end, {name: math.nan if v is None else v for name, v in row.items()} or None)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

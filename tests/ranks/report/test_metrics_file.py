@@ -118,7 +118,19 @@ def test_an_unfinished_record_that_no_run_writes_again_is_told(tmp_path, resumed
     path = logged(tmp_path / "m", [(2, {"a": 1}), (4, {"a": 2})])
     os.truncate(path, path.stat().st_size - 5)
     logged(path, [], step=resumed_at, say=said.append)
-    assert said == [f"the record of step 4 in {path} is unfinished, and lost"] * lost
+    assert said == [f"a record of step 4 in {path} is damaged, and its values are lost"] * lost
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 3])
+def test_one_line_with_another_bit_costs_no_other_record(tmp_path, damaged):
+    said = []
+    path = logged(tmp_path / "m", [(step, {"a": step}) for step in (2, 4, 6, 8)])
+    content = path.read_text().splitlines(keepends=True)
+    content[damaged] = content[damaged].replace('"epoch":', '"epoch"~')
+    path.write_text("".join(content))
+    logged(path, [(10, {"a": 10})], step=9, say=said.append)
+    assert said == [f"a record of step {2 + 2 * damaged} in {path} is damaged, and its values are lost"]
+    assert [row["a"] for row in MetricsFile.read(path)] == [a for a in (2, 4, 6, 8, 10) if a != 2 + 2 * damaged]
 
 
 def test_a_run_from_the_start_starts_the_record_over(tmp_path):
