@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import SettingError
 from lockstep.formatting import harmless
 from lockstep.launch_contract import RUN_FILE
-from lockstep.report.ranks_file import RanksFile
-from lockstep.report.status import StatusFile
+from lockstep.report.status import RanksFile, StatusFile
 from lockstep.report.top import ended, require_run
 
 if TYPE_CHECKING:

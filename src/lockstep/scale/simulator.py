@@ -3,7 +3,7 @@
     T_1 = M (data + forward + backward) + optimizer + other          M micro-batches on each rank
     T_n = T_1 + exposed communication + waiting for the slowest + what the strategy adds + a fixed term
 
-What a strategy exposes is simulated with two lanes (`two_lanes`): buckets or blocks move while later ones are computed.
+What a strategy exposes is simulated with two lanes (`TwoLanes`): buckets or blocks move while later ones are computed.
 Formulas and their sources are in docs/scale.md.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Final
@@ -24,7 +24,6 @@ from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.step_profile import GradientReady, StepProfile
 from lockstep.scale.step_time import PARTS, StepTime
 from lockstep.scale.systems import System
-from lockstep.scale.two_lanes import TwoLanes
 from lockstep.strategy_kinds import kind_of
 
 _MOST_BLOCKS: Final = 48  #: that fsdp gathers one after another, where the profile does not say
@@ -408,3 +407,47 @@ def none(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> S
 def _ring(size: float, ranks: int) -> float:
     """Bytes that each rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size
+
+
+@dataclass(slots=True)
+class TwoLanes:
+    """Computation and communication side by side: two lanes, each with one piece of work at a time, in its order.
+
+    A schedule as it grows: works are added in the order in which they would be started. While data moves, computation
+    may be slower by a factor: gloo's threads and the script share processors, NCCL's kernels share multiprocessors.
+    Where it is not slower, this is the bucket queue of DDP:
+
+        e_k = max(e_{k-1}, r_k) + T(S_k)    the k-th exchange ends: after the one before it, and not before it is ready
+    """
+
+    contention: float = 0.0  #: how much longer computation takes while data is moving, as a part of it
+    computed_s: float = 0.0  #: when the computation so far ends
+    moved_s: float = 0.0  #: when the communication so far ends
+    transfers: list[tuple[float, float]] = field(default_factory=list)  #: begin and end of each
+    _seen: int = 0
+
+    def compute(self, seconds: float, after: float = 0.0) -> float:
+        """Compute for ``seconds``, not before ``after``; returns when it ends."""
+        now, left = max(self.computed_s, after), seconds
+        while self.contention and left > 0:
+            while self._seen < len(self.transfers) and self.transfers[self._seen][1] <= now:
+                self._seen += 1
+            if self._seen == len(self.transfers):
+                break
+            begin, end = self.transfers[self._seen]
+            free = max(0.0, begin - now)
+            if free >= left:
+                break
+            now, left = now + free, left - free
+            done = min(left, (end - now) / (1 + self.contention))
+            now, left = now + done * (1 + self.contention), left - done
+        self.computed_s = now + left
+        return self.computed_s
+
+    def move(self, seconds: float, after: float = 0.0) -> float:
+        """Let data move for ``seconds``, not before ``after``; returns when it has arrived."""
+        begin = max(self.moved_s, after)
+        self.moved_s = begin + seconds
+        if seconds > 0:
+            self.transfers.append((begin, self.moved_s))
+        return self.moved_s

@@ -19,9 +19,9 @@ from lockstep.tune.search.evolution import Evolution
 from lockstep.tune.search.evolving import Evolving, genetic_operator, propulate_operator
 from lockstep.tune.search.individual import Individual, Point
 from lockstep.tune.search.nelder_mead import NelderMead
-from lockstep.tune.search.nsga2 import Nsga2
 from lockstep.tune.search.operators import InitUniform
 from lockstep.tune.search.optuna_samplers import MULTI_OBJECTIVE_SAMPLERS, SAMPLERS, OptunaSampler
+from lockstep.tune.search.pareto import Nsga2
 from lockstep.tune.search.particle_swarm import ParticleSwarm
 from lockstep.tune.search.space import Space
 

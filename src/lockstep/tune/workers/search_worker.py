@@ -8,12 +8,13 @@ claims say which trials it had begun.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import heapq
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,16 +27,17 @@ from lockstep.tune.record.journal import JournalReader, JournalWriter, collector
 from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import SearchDirectory
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Proposal, Space
+from lockstep.tune.search.pareto import dominates_losses
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import EndedCurves, OtherTrials, make_stopping
 from lockstep.tune.workers.breeding import Breeding
-from lockstep.tune.workers.kept_trials import KeptTrials
 from lockstep.tune.workers.outcome import Outcome
 
 
@@ -412,3 +414,48 @@ def _move(record: MovePlanned) -> Move:
         record.step,
         record.replaced_by,
     )
+
+
+class KeptTrials:
+    """Which trials keep their checkpoints now: the best ones and, of several losses, those on the front.
+
+    Trials end in any order. A trial costs what ``most`` or the front has.
+
+    Args:
+        most: how many of the best ones are kept.
+        objectives: number of losses; of several, the front is kept, too.
+    """
+
+    def __init__(self, most: int, objectives: int) -> None:
+        self._most, self._has_front = most, objectives > 1 and most > 0
+        self._best: list[tuple[tuple[float, bool, float, int], int]] = []
+        self._front: dict[int, tuple[float, ...]] = {}
+        self._dropped: set[int] = set()  # were kept, and have not been taken
+
+    def add(self, trials: Iterable[Trial]) -> None:
+        """These have ended."""
+        for trial in trials:
+            if not trial.losses:
+                continue
+            bisect.insort(self._best, (rank_of(trial), trial.number))
+            self._dropped |= {number for _, number in self._best[self._most :]} - {trial.number}
+            del self._best[self._most :]
+            if self._has_front and not trial.violation:
+                self._add_to_front(trial)
+
+    def _add_to_front(self, trial: Trial) -> None:
+        if any(dominates_losses(losses, trial.losses) for losses in self._front.values()):
+            return
+        beaten = {number for number, losses in self._front.items() if dominates_losses(trial.losses, losses)}
+        self._front = {number: losses for number, losses in self._front.items() if number not in beaten}
+        self._front[trial.number] = trial.losses
+        self._dropped |= beaten
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._front or any(number == kept for _, kept in self._best)
+
+    def take_dropped(self, needed: set[int | None]) -> set[int]:
+        """Those that were kept and are not any more, each once; those that are ``needed`` stay until a later call."""
+        gone = {number for number in self._dropped if number not in self and number not in needed}
+        self._dropped &= needed
+        return gone
