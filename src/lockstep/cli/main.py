@@ -25,7 +25,7 @@ from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
-from lockstep.cli.rendezvous_options import among_nodes, rendezvous_of
+from lockstep.cli.rendezvous_options import node_options, nodes_of
 from lockstep.cli.report import COMMANDS as REPORT_COMMANDS
 from lockstep.cli.run_options import INSTEAD, accept_underscores, moment, run_options
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
@@ -149,7 +149,6 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         _check_resume_from(parsed.resume_from, settings.get("checkpoint") or parsed.run_dir)
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import (
-        Nodes,
         Request,
         asks_for_help,
         check_program,
@@ -192,8 +191,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             hang_after_s=parsed.hang_after,
             on_hang=parsed.on_hang,
             start_method=parsed.start,
-            nodes=Nodes.of(**rendezvous_of(parsed)),
-            among_nodes=among_nodes(parsed),
+            nodes=nodes_of(parsed),
+            among_nodes=node_options(parsed),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.launch import NodeOptions, Nodes
 
 
 def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
@@ -32,24 +35,28 @@ def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
     meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
 
 
-def rendezvous_of(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What these options and ``--nnodes`` say, as arguments of `lockstep.launch.Nodes.of`."""
-    return {
-        "nnodes": parsed.nnodes,
-        "endpoint": parsed.rdzv_endpoint,
-        "run_id": parsed.rdzv_id,
-        "node_rank": parsed.node_rank,
-        "master_addr": parsed.master_addr,
-        "master_port": parsed.master_port,
-        **among_nodes(parsed),
-    }
+def nodes_of(parsed: argparse.Namespace) -> Nodes | None:
+    """The machines of which these options and ``--nnodes`` speak.
+
+    Raises:
+        SettingError: as `Nodes.of`.
+    """
+    # Late, for help and usage errors do without it.
+    from lockstep.launch import Nodes
+
+    return Nodes.of(
+        parsed.nnodes,
+        parsed.rdzv_endpoint,
+        parsed.rdzv_id,
+        node_options(parsed),
+        node_rank=parsed.node_rank,
+        master_addr=parsed.master_addr,
+        master_port=parsed.master_port,
+    )
 
 
-def among_nodes(parsed: argparse.Namespace) -> dict[str, Any]:
-    """What of it holds whichever the nodes are."""
-    return {
-        "conf": parsed.rdzv_conf,
-        "max_changes": parsed.max_changes,
-        "spares": parsed.spares,
-        "takeover": parsed.rdzv_takeover,
-    }
+def node_options(parsed: argparse.Namespace) -> NodeOptions:
+    """What of it holds whichever the machines are."""
+    from lockstep.launch import NodeOptions
+
+    return NodeOptions(parsed.rdzv_conf, parsed.max_changes, parsed.spares, parsed.rdzv_takeover)

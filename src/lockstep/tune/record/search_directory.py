@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import SettingError
-from lockstep.records import of_kind, read_object
+from lockstep.records import JsonRecord, of_kind, read_object
 from lockstep.small_files import create_text, replace_text
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.record.planned_trials import enqueue
@@ -177,6 +177,26 @@ class SearchDirectory:
             if not locked:
                 os.close(file)
         return file if locked else None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is searched, how, and where it is recorded."""
+
+    space: Space
+    settings: SearchSettings
+    directory: SearchDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlacement(JsonRecord):
+    """Which worker of which search a process is a part of, as its driver tells it."""
+
+    directory: str  #: of the search
+    worker: int  #: its number
+    workers: int  #: of the search, without those that join later
+    began_s: float  #: when the driver began, in seconds since 1970
+    options: dict[str, Any]  #: settings of the command line, over those of the script
 
 
 def open_directory(
