@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.filesystem import FileSystem
+from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
@@ -163,7 +163,7 @@ def stored_tree(checkpoint: CheckpointReader) -> Tree:
     return decode(manifest.tree, [_stored(record, checkpoint) for record in manifest.tensors])
 
 
-def load_tree(path: Path, disk: FileSystem) -> Tree:
+def load_tree(path: Path) -> Tree:
     """The tree in the checkpoint at ``path``, each tensor contiguous on the CPU, with memory of its own.
 
     Raises:
@@ -171,7 +171,7 @@ def load_tree(path: Path, disk: FileSystem) -> Tree:
         CheckpointError: if a newer version of Lockstep or of torch wrote it.
         OSError: if it cannot be read.
     """
-    return in_memory(stored_tree(CheckpointReader(path, disk)))
+    return in_memory(stored_tree(CheckpointReader(path, LOCAL)))
 
 
 def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tensor:

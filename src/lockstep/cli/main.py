@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
-from lockstep.cli.command import Command, Parser, split_at_script
+from lockstep.cli.command import Command, Parser, say, split_at_script
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
 from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
@@ -171,7 +171,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             file=sys.stderr,
         )
     if not parsed.no_python and Path(VERIFY_FILE).is_file() and (said := said_of(program)):
-        print(said, file=sys.stderr)
+        say(said)
     if parsed.fit:
         settings["micro_batch"] = _fitting_micro_batch(parsed, program, settings)
         own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
@@ -229,7 +229,7 @@ def _fitting_micro_batch(parsed: argparse.Namespace, program: Script | Module, s
             raise SettingError(f"--fit: {why}")
     request = Request(program, nproc_per_node=parsed.nproc_per_node)
     ranks, _ = ranks_of(request, Machine.detect(os.environ), os.environ)
-    return str(fit_micro_batch(program, ranks, settings, partial(print, file=sys.stderr, flush=True)))
+    return str(fit_micro_batch(program, ranks, settings, say))
 
 
 def _check_resume_from(wanted: str, directory: str | None) -> None:
@@ -340,7 +340,7 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if file.exists():
         raise SettingError(f"-o {parsed.output}: this file exists already; give another name, or remove it")
     file.write_text(script, encoding="utf-8")
-    print(f"{file}: submit it with {scheduler.submit} {file}", file=sys.stderr)
+    say(f"{file}: submit it with {scheduler.submit} {file}")
     return EXIT_OK
 
 

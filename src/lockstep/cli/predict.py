@@ -6,12 +6,11 @@ import argparse
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.command import Command, Parser, ScriptParser, say
 from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.site_file import site_prices, site_table
 from lockstep.errors import SettingError
@@ -114,13 +113,13 @@ def _predict_rows(parsed: argparse.Namespace) -> int:
     if parsed.json:
         pairs = zip(found, by_source, strict=True)
         print(json.dumps([{**one.as_dict(), "by_source": other.interval()} for one, other in pairs], indent=1))
-        _say("\n".join(summary))
+        say("\n".join(summary))
     else:
         print("\n".join([*scale.rows_table(found), "", *summary]))
     for note in [*unread, *notes]:
-        _say(note)
+        say(note)
     if not found:
-        _say(f"{parsed.table}: nothing to predict; it needs rows of one group with different gpus_total")
+        say(f"{parsed.table}: nothing to predict; it needs rows of one group with different gpus_total")
     if parsed.picture is not None and found:
         _draw(lambda path: scale.draw_table(found, path), parsed.picture)
     return EXIT_OK if found else EXIT_FAILED
@@ -159,7 +158,7 @@ def _predict_script(parsed: argparse.Namespace) -> int:
             lines += ["", scale.choice(f"fastest within {parsed.budget:g}", fastest)]
         print("\n".join([*lines, "", *scale.basis(found)]))
     for note in notes:
-        _say(note)
+        say(note)
     if parsed.picture is not None:
         _draw(lambda path: scale.draw_estimates(found, path), parsed.picture)
     return EXIT_OK
@@ -213,16 +212,16 @@ def _profile(parsed: argparse.Namespace) -> tuple[scale.StepProfile, scale.LinkP
             return scale.read_profile(Path(parsed.profile))
         except OSError as error:
             raise SettingError(f"--profile {parsed.profile}: {error}") from None
-    _say(f"measuring {parsed.script} on one device of this machine")
+    say(f"measuring {parsed.script} on one device of this machine")
     return scale.profile_script(Script(parsed.script, tuple(parsed.args))), None
 
 
 def _draw(draw: Callable[[Path], None], path: str) -> None:
     try:
         draw(Path(path))
-        _say(f"{path}, and a CSV file beside it")
+        say(f"{path}, and a CSV file beside it")
     except SettingError as error:  # the numbers are said already
-        _say(str(error))
+        say(str(error))
     except OSError as error:
         raise SettingError(f"--picture {path}: {error}") from None
 
@@ -232,10 +231,6 @@ def _seconds(text: str) -> float:
     if match is None or (match.group(2) or "s") not in _UNITS or float(match.group(1)) <= 0:
         raise SettingError(f"--deadline {text}: give a time such as 90m, 12h or 2d")
     return float(match.group(1)) * _UNITS[match.group(2) or "s"]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 #: The command of this file.

@@ -262,7 +262,7 @@ class _Verification:
 
     def _taken_apart(self, way: Way, reference: WrittenRun, run: WrittenRun, *, is_known: bool) -> Sequence[WayResult]:
         """The result of a way; if it differs and varies several things, those of its parts unless that ``is_known``."""
-        if self._judged(way, reference, run) is None or not way.parts or (is_known and way.varies == "ranks"):
+        if self._judged(reference, run) is None or not way.parts or (is_known and way.varies == "ranks"):
             return [self._compared(way, reference, run)]
         read = {kind for kind, _, _ in (*reference.reads, *run.reads)}
         # One after another, what lines of the script have read before the rest: the first that differs is enough.
@@ -274,7 +274,7 @@ class _Verification:
         # A script that fails in another directory, as by a path that leads out of it, is told in a note of that part.
         return found if any(one.status != "equal" for one in found) else [self._compared(way, reference, run)]
 
-    def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
+    def _judged(self, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
         """The first difference, also before the run failed, or why it did; None if all is equal."""
         found = first_difference(reference.transcript, run.transcript)
         if run.end.code == EXIT_OK or (found is not None and found.what != STEPS):
@@ -290,7 +290,7 @@ class _Verification:
                 text = "it begins with other weights than it had after any step"
                 return WayResult(str(way), "differs", run.transcript.steps, place="after the kill", what=text)
             run = replace(run, transcript=moved)
-        found = self._judged(way, reference, run)
+        found = self._judged(reference, run)
         result = WayResult(str(way), "equal", run.transcript.steps, round(run.took_s, 1))
         if found is None:
             return result

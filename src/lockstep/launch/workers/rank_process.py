@@ -47,6 +47,7 @@ from lockstep.heartbeat import (
     open_channel,
     progress_marker,
     register_stacks,
+    user_frame,
 )
 from lockstep.heartbeat_message import note_to_text
 from lockstep.launch.diagnosis.error_record import (
@@ -54,7 +55,6 @@ from lockstep.launch.diagnosis.error_record import (
     Failure,
     caught_before,
     strip_own_frames,
-    user_frame,
 )
 from lockstep.launch.host.child_process import die_with_parent, name_process
 from lockstep.launch.host.machine import cpus_beside_gpus

@@ -50,19 +50,16 @@ class SearchDirectory:
         return self.path / "workers" / f"{worker:04d}"
 
     @contextlib.contextmanager
-    def being_worker(self, worker: int | None = None) -> Iterator[int]:
-        """Hold the lock of ``worker``; None: of the first worker that does not run. Gives the worker's number.
+    def being_worker(self) -> Iterator[int]:
+        """Hold the lock of the first worker that does not run; gives the worker's number.
 
         Raises:
-            SettingError: if that worker runs already, or the file system has no locks.
+            SettingError: if the file system has no locks.
         """
-        numbers = range(10**6) if worker is None else (worker,)
-        for number in numbers:
+        number, lock = 0, self._lock(0)
+        while lock is None:
+            number += 1
             lock = self._lock(number)
-            if lock is not None:
-                break
-        else:
-            raise SettingError(f"worker {worker} of the search in {self.path} runs already; wait until it ends")
         try:
             yield number
         finally:

@@ -62,7 +62,6 @@ class StoreRankChannel(RankChannel):
         rank: of this process.
         size: number of ranks.
         stops: returns whether this rank was asked to stop; then it does not wait for the others any more.
-        clock: in seconds.
     """
 
     def __init__(
@@ -71,10 +70,9 @@ class StoreRankChannel(RankChannel):
         rank: int,
         size: int,
         stops: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._stops, self._clock = stops, clock
+        self._stops = stops
         self._number = -1  # of what was told last
         self._old: list[str] = []  # keys that all have read
 
@@ -114,7 +112,7 @@ class StoreRankChannel(RankChannel):
     def _outcomes(self, own: Outcome) -> list[Outcome]:
         """The outcomes of all ranks, or only of some if one has failed and others do not answer."""
         found: dict[int, Outcome] = {0: own}
-        failed_at_s = self._clock() if _is_bad(own) else None
+        failed_at_s = time.monotonic() if _is_bad(own) else None
 
         def have_come() -> bool:
             nonlocal failed_at_s
@@ -122,19 +120,19 @@ class StoreRankChannel(RankChannel):
                 if rank not in found and self._store.is_set(key := f"{self._number}/outcome/{rank}"):
                     found[rank] = Outcome.from_text(self._store.get(key, _GRACE_S))
                     if _is_bad(found[rank]) and failed_at_s is None:
-                        failed_at_s = self._clock()
-            waited_s = 0.0 if failed_at_s is None else self._clock() - failed_at_s
+                        failed_at_s = time.monotonic()
+            waited_s = 0.0 if failed_at_s is None else time.monotonic() - failed_at_s
             return len(found) == self._size or waited_s > _GRACE_S
 
         self._wait(have_come, _A_DAY_S)
         return [found[rank] for rank in sorted(found)]
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        until_s, (pause_s, longest_s) = self._clock() + timeout_s, _POLL_S
+        until_s, (pause_s, longest_s) = time.monotonic() + timeout_s, _POLL_S
         while not condition():
             if self._stops():
-                until_s = min(until_s, self._clock() + _LEAVE_S)
-            if self._clock() > until_s:
+                until_s = min(until_s, time.monotonic() + _LEAVE_S)
+            if time.monotonic() > until_s:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
