@@ -43,7 +43,7 @@ from lockstep.scale.scaling_loss import (
     observed,
     weighted_quantile,
 )
-from lockstep.scale.small_batch import fixed_share, time_at
+from lockstep.scale.step_profile import fixed_share, time_at
 from lockstep.scale.table_prediction import TablePrediction, predict_table, traits_of
 
 TABLE = Path(__file__).parent / "published" / "scaling.csv"

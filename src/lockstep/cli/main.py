@@ -25,9 +25,8 @@ from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
 from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
-from lockstep.cli.rendezvous_options import node_options, nodes_of
 from lockstep.cli.report import COMMANDS as REPORT_COMMANDS
-from lockstep.cli.run_options import INSTEAD, accept_underscores, moment, run_options
+from lockstep.cli.run_options import INSTEAD, accept_underscores, moment, node_options, nodes_of, run_options
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.setting_options import settings_of
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS

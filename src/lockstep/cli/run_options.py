@@ -10,14 +10,17 @@ import argparse
 import contextlib
 from collections.abc import Mapping
 from datetime import datetime, time, timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lockstep.cli.command import Parser
 from lockstep.cli.option_formatting import option_lines
-from lockstep.cli.rendezvous_options import add_rendezvous_options
 from lockstep.cli.setting_options import add_setting_options
 from lockstep.cpython_private import actions_by_option
 from lockstep.errors import SettingError
+
+if TYPE_CHECKING:
+    from lockstep.launch import NodeOptions, Nodes
+
 
 _EACH_LOG = "leave it out: rank 0 is shown, and each rank has a file in RUN_DIR/logs"
 _BY_STRATEGY = "say --strategy NAME, such as fsdp or zero:stage=2"
@@ -93,6 +96,59 @@ INSTEAD: Final[Mapping[str, str]] = {
     "--bind-to": "say --bind, which gives each rank CPUs of its own",
     "-x": "leave it out: ranks have the environment of the launcher",
 }
+
+
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    """Add them to ``parser``, as a group of their own."""
+    meet = parser.add_argument_group("several machines: the same on each")
+    meet.add_argument("--rdzv-endpoint", metavar="HOST[:PORT]", help="where they meet, on one of them (port: 29400)")
+    meet.add_argument("--rdzv-id", metavar="ID", help="a word that must be the same on all of them")
+    meet.add_argument(
+        "--rdzv-conf",
+        metavar="NAME=SECONDS",
+        help="join_timeout=600,last_call_timeout=3,suspect_after=5,lost_after=30 unless given",
+    )
+    meet.add_argument(
+        "--max-changes", type=int, metavar="N", help="starts after machines were lost, came or left (default: 10)"
+    )
+    meet.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="of MAX machines, those that wait to replace another one"
+    )
+    meet.add_argument(
+        "--rdzv-takeover", action="store_true", help="if the endpoint's host is lost, another one takes its place"
+    )
+    # Torchrun's other words for it.
+    meet.add_argument("--rdzv-backend", choices=("c10d", "static"), help=argparse.SUPPRESS)  # there is one way only
+    meet.add_argument("--master-addr", metavar="HOST", help=argparse.SUPPRESS)
+    meet.add_argument("--master-port", type=int, metavar="PORT", help=argparse.SUPPRESS)
+    meet.add_argument("--node-rank", type=int, metavar="N", help=argparse.SUPPRESS)
+
+
+def nodes_of(parsed: argparse.Namespace) -> Nodes | None:
+    """The machines of which these options and ``--nnodes`` speak.
+
+    Raises:
+        SettingError: as `Nodes.of`.
+    """
+    # Late, for help and usage errors do without it.
+    from lockstep.launch import Nodes
+
+    return Nodes.of(
+        parsed.nnodes,
+        parsed.rdzv_endpoint,
+        parsed.rdzv_id,
+        node_options(parsed),
+        node_rank=parsed.node_rank,
+        master_addr=parsed.master_addr,
+        master_port=parsed.master_port,
+    )
+
+
+def node_options(parsed: argparse.Namespace) -> NodeOptions:
+    """What of it holds whichever the machines are."""
+    from lockstep.launch import NodeOptions
+
+    return NodeOptions(parsed.rdzv_conf, parsed.max_changes, parsed.spares, parsed.rdzv_takeover)
 
 
 def run_options() -> Parser:

@@ -31,7 +31,7 @@ from lockstep.launch.node_start import NodePart, announce, prepared, running_els
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.run_dir.memory_files import emergency_memory
+from lockstep.launch.run_dir.owned_directory import emergency_memory
 from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of

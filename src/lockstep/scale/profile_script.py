@@ -11,9 +11,8 @@ from lockstep.errors import LaunchError
 from lockstep.launch import Module, Script, check_program
 from lockstep.scale.fit import divisors
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
-from lockstep.scale.small_batch import fixed_share
 from lockstep.scale.steady_state import timing, warm_up
-from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile
+from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, fixed_share
 from lockstep.step_record import RankRecord
 
 #: Sizes of the sums of a link profile: 4 KiB to 64 MiB, in ten steps of equal ratio.

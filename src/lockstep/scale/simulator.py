@@ -18,17 +18,42 @@ from statistics import NormalDist
 from typing import Final
 
 from lockstep.errors import PlanError
-from lockstep.scale.buckets import Bucket, buckets_of
 from lockstep.scale.links import Link
 from lockstep.scale.simulated_strategy import SimulatedStrategy
-from lockstep.scale.step_profile import GradientReady, StepProfile
-from lockstep.scale.step_time import PARTS, StepTime
+from lockstep.scale.step_profile import Bucket, GradientReady, StepProfile, buckets_of
 from lockstep.scale.systems import System
 from lockstep.strategy_kinds import kind_of
 
 _MOST_BLOCKS: Final = 48  #: that fsdp gathers one after another, where the profile does not say
 #: How often PowerSGD goes over a gradient: adds what was left out, two products, subtracts; and once for each rank.
 _POWERSGD_PASSES: Final = 4
+
+
+#: What a step consists of, in the order of a waterfall: the first four are those of one device.
+PARTS: Final = (
+    *("data", "forward", "backward", "optimizer", "other"),
+    *("communication", "compression", "waiting", "bubbles", "input", "fixed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step on a system, in seconds; `low` and `high` hold it in nine cases of ten, as far as known."""
+
+    ranks: int
+    seconds: float
+    low: float
+    high: float
+    parts: Mapping[str, float]  #: of `PARTS`, each with its seconds; their sum is `seconds`
+    sent_bytes: float  #: by the busiest rank
+    samples: float  #: of the step, over all ranks
+    transfers: tuple[tuple[float, float], ...] = ()  #: begin and end of each within the step
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput over all ranks."""
+        return self.samples / self.seconds
 
 
 @dataclass(frozen=True, slots=True)

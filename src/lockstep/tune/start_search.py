@@ -15,16 +15,14 @@ from pathlib import Path
 from lockstep.errors import LaunchError, MismatchError, SettingError
 from lockstep.launch import Function
 from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
-from lockstep.tune.record.search_directory import Search, SearchDirectory, WorkerPlacement, open_directory
-from lockstep.tune.record.worker_death import Death
+from lockstep.tune.record.search_directory import Death, Search, SearchDirectory, WorkerPlacement, open_directory
 from lockstep.tune.results.result import SearchResult, load
 from lockstep.tune.results.summary import warm_start_lines
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import StoppingRule
 from lockstep.tune.workers.driver import Driver, SearchRequest
-from lockstep.tune.workers.stop_signals import StopSignals
-from lockstep.tune.workers.trial_channel import RankChannel
+from lockstep.tune.workers.trial_channel import RankChannel, StopSignals
 from lockstep.world import World
 
 #: No trial begins in the last seconds of a job.

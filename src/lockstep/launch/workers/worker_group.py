@@ -14,17 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
+from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, Waiting
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import how_it_ended
-from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.host.machine import Devices, gpu_names, without_accused
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.job.request import Executable
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
-from lockstep.launch.run_dir.memory_files import has_left_state
+from lockstep.launch.run_dir.owned_directory import has_left_state
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.timeouts import ANSWER_S, PEER_LOST_GRACE_S, TO_LEAVE_S, UNKILLABLE_S, NodeTimeouts

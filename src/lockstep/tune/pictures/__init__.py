@@ -72,7 +72,7 @@ def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]
                 say_nothing(figure.subplots(), str(error).splitlines()[0])
             save_svg(figure, directory / f"{name}.svg", title)
             pyplot.close(figure)
-    own = _IMPORTANCE.write(record, directory)
+    own = IMPORTANCE.write(record, directory)
     return tuple(directory / f"{name}.svg" for name in OPTUNA_TITLES) + own
 
 
@@ -102,7 +102,7 @@ def _draw_importance(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-_IMPORTANCE = Picture(
+IMPORTANCE = Picture(
     "importance",
     _IMPORTANCE_TITLE,
     "PED-ANOVA (Watanabe et al. 2023) by Optuna, of the first loss of trials that were trained to their end; "

@@ -45,8 +45,7 @@ from lockstep.launch import (
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
 from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
-from lockstep.tune.record.search_directory import SearchDirectory, WorkerPlacement
-from lockstep.tune.record.worker_death import Death
+from lockstep.tune.record.search_directory import Death, SearchDirectory, WorkerPlacement
 from lockstep.tune.results.live_views import choose_search_view, watch_search
 from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import warm_start_lines

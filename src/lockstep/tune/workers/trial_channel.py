@@ -7,13 +7,18 @@ leader      verdict 7 ────────────►  the others      w
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final, Literal, Protocol
 
 from typing_extensions import override
 
 from lockstep.collectives import KeyValueStore
+from lockstep.launch import without_ignored_hangup
 from lockstep.tune.workers.outcome import Outcome
 
 #: How the ranks continue after a trial.
@@ -25,6 +30,7 @@ _GRACE_S = 3.0
 _LEAVE_S = 0.5
 _A_DAY_S = 86400.0
 _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class RankChannel(Protocol):
@@ -152,3 +158,54 @@ def _verdict(outcomes: list[Outcome]) -> Verdict:
         return "well"
     alike = len(states) == 1 and len({outcome.place for outcome in outcomes}) == 1
     return "renew" if alike and states <= {"failed", "interrupted"} else "end"
+
+
+class Interrupted(BaseException):
+    """A signal asks to stop while no `Run` is open that would save a checkpoint first."""
+
+
+class StopSignals:
+    """Handles signals that ask a worker to stop while no `Run` is open, which handles them itself.
+
+    Args:
+        by_driver: a driver has started this worker, and would ask it to stop before it interrupts it; else it is its
+            user who presses Ctrl-C.
+    """
+
+    def __init__(self, *, by_driver: bool) -> None:
+        self.asked = False
+        self._by_driver: Final = by_driver
+        self._interrupts = False
+
+    def means_stop(self, error: BaseException) -> bool:
+        """Whether ``error``, which the objective has raised, asks the worker to stop, and not this trial to fail."""
+        if isinstance(error, KeyboardInterrupt):
+            return self.asked or not self._by_driver
+        return isinstance(error, Interrupted)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, a signal sets ``asked``. Python allows it in the main thread only; elsewhere nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in without_ignored_hangup(_STOP_SIGNALS)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within, a signal also raises `Interrupted`: without a `Run` there is nothing to save first."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if self._interrupts:
+            raise Interrupted(signal.Signals(number).name)

@@ -21,8 +21,7 @@ from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.tune.record.search_directory import Search
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker, TrialOrder
-from lockstep.tune.workers.stop_signals import StopSignals
-from lockstep.tune.workers.trial_channel import RankChannel, SingleRankChannel, StoreRankChannel
+from lockstep.tune.workers.trial_channel import RankChannel, SingleRankChannel, StopSignals, StoreRankChannel
 from lockstep.world import World
 
 #: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
