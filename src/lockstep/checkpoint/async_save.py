@@ -309,7 +309,7 @@ class Checkpoints:
         if self._group.leads:
             self._writer.next_step.put(step, content)
 
-    def next_step(self, saved: Saved) -> tuple[Path, dict[str, Any] | None]:
+    def next_step(self, saved: Saved) -> tuple[Path, dict[str, object] | None]:
         """The file and the content that `note_next_step` has written beside it; None without one. Collective."""
         content = read_next_step(saved.path, self._disk) if self._group.leads else None
         return saved.path / NEXT_STEP, self._group.broadcast_object(content, "what came after the checkpoint")

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from lockstep.cli.command import Command, Parser, split_at_script
 from lockstep.cli.option_formatting import option_lines
@@ -186,7 +185,7 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise SettingError(f"--ranks-per-worker {text}: give a number, or one for each worker, such as 2,1") from None
 
 
-def _options(parsed: argparse.Namespace) -> dict[str, Any]:
+def _options(parsed: argparse.Namespace) -> dict[str, object]:
     """What the command line says of the search, by the names of its settings."""
     given = {name: getattr(parsed, option) for option, name in _OPTIONS.items() if getattr(parsed, option) is not None}
     if parsed.time_limit is not None:

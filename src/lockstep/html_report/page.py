@@ -96,7 +96,7 @@ def report_page(runs: Sequence[RunRecord], attached: Sequence[Attachment] = (), 
     )
 
 
-def content(runs: Sequence[RunRecord], attached: Sequence[Attachment]) -> dict[str, Any]:
+def content(runs: Sequence[RunRecord], attached: Sequence[Attachment]) -> dict[str, object]:
     """What changes of a page while runs go on: its sections as HTML, and its charts as numbers."""
     sections = {"runs": _overview(runs)} if runs else {}
     charts: dict[str, list[Chart]] = {}
@@ -134,7 +134,7 @@ def list_page(folder: Path) -> str:
     return _filled(f"Runs below {folder}", {"sections": {"runs": f"<h2>Runs</h2>{table(lines)}"}, "charts": {}})
 
 
-def _line(run: RunRecord) -> dict[str, Any]:
+def _line(run: RunRecord) -> dict[str, object]:
     """What one wants to know of each of many runs."""
     status = run.status
     return {
@@ -209,7 +209,7 @@ def _run(run: RunRecord) -> str:
     return told + (f"<h3>Hangs and logs</h3>{files}" if files else "")
 
 
-def _start(start: Mapping[str, Any], patches: Mapping[str, str]) -> str:
+def _start(start: Mapping[str, object], patches: Mapping[str, str]) -> str:
     """What was run: all that is said of a start, the settings as a table, and the changes that no commit holds."""
     rest, settings, source = dict(start), start.get("settings"), start.get("source")
     told = ""

@@ -32,7 +32,7 @@ class Row:
     ranks: int | None = None  #: that wrote it
     damaged: str = ""  #: what is wrong, if its files are not all there in full size
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 

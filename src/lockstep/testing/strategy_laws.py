@@ -166,14 +166,14 @@ class StrategyLaws:
         case = _Case(self.strategy, dropout=self.dropout, batchnorm=self.batchnorm, rehearse=self.rehearse)
         return replace(case, **changes)
 
-    def _near(self, found: dict[str, Any], case: _Case, when: str) -> None:
+    def _near(self, found: dict[str, object], case: _Case, when: str) -> None:
         reference = _undisturbed(replace(case, strategy="none", hands_over_function=False), 1)
         if self.bits:
             assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
             return
         self._not_far(_flat(found, case), _flat(reference, case), case, f"{when}, from one rank")
 
-    def _agrees(self, found: dict[str, Any], case: _Case, when: str) -> None:
+    def _agrees(self, found: dict[str, object], case: _Case, when: str) -> None:
         if self.worlds_agree:
             first = _undisturbed(replace(case, hands_over_function=False), self.worlds[0])
             assert state_hash(found) == state_hash(first), (

@@ -27,8 +27,10 @@ from lockstep.checkpoint import (
     load_part,
     load_tree,
     merge_parts,
-    pinned_memory,
     read_part_head,
+)
+from lockstep.checkpoint import (
+    tensors as checkpoint_tensors,
 )
 from lockstep.collectives import NeighbourLink, TensorShard, open_group
 from lockstep.errors import CheckpointError, SettingError
@@ -107,14 +109,14 @@ def test_of_two_slots_one_is_always_whole(tmp_path, monkeypatch):
         assert tree["small"].tolist() == [step] * 3
         assert torch.equal(tree["large"], large)
         assert tree["n"] == grown
-    real = pinned_memory.foreach_copy_
+    real = checkpoint_tensors.foreach_copy_
 
     def changing(places, sources, **how):
         real(places, sources, **how)
         for source in sources:
             source.add_(1)
 
-    monkeypatch.setattr(pinned_memory, "foreach_copy_", changing)
+    monkeypatch.setattr(checkpoint_tensors, "foreach_copy_", changing)
     writer.begin(9, {}, FlatTree.of({"small": small, "large": large, "n": grown}))
     writer.finish()
     monkeypatch.undo()

@@ -340,7 +340,7 @@ def _seed(generator: Any, seed: int) -> None:
             generator.seed(seed)
 
 
-def _parts_of(sampler: UserSampler) -> Iterator[Any]:
+def _parts_of(sampler: UserSampler) -> Iterator[object]:
     """``sampler``, the samplers that it asks in its turn, and the generators that they hold; each once, in order."""
     seen: set[int] = set()
     waiting = [sampler]

@@ -233,7 +233,7 @@ def settle(job: Job, *, now: datetime) -> TextIO:
     return lock
 
 
-def _settings_before_the_script(request: Request) -> dict[str, dict[str, Any]]:
+def _settings_before_the_script(request: Request) -> dict[str, dict[str, object]]:
     """What is known of the settings until the leader tells those of the script, too."""
     env = {**os.environ, OPTIONS_VARIABLE: json.dumps({**options_given(os.environ), **request.settings})}
     try:
@@ -386,7 +386,7 @@ def _unused(path: Path) -> Path:
     return free
 
 
-def _generations(run_dir: Path) -> list[Any]:
+def _generations(run_dir: Path) -> list[object]:
     return list((about_run(run_dir) or {"generations": []})["generations"])
 
 
@@ -459,6 +459,6 @@ def _goes_on(given: Allocation, subject: str, record: Mapping[str, Any] | None) 
     return mine and given.restarted and (not given.start or last.get("job_start") != given.start)
 
 
-def about_job(given: Allocation, subject: str) -> dict[str, Any]:
+def about_job(given: Allocation, subject: str) -> dict[str, object]:
     """What a run directory is to say of a start, for `directory_of_job` to read."""
     return {"job": given.job, "job_start": given.start, "subject": subject}

@@ -32,7 +32,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from lockstep.cpu_affinity import by_core, own_cpus
 from lockstep.cpython_private import run_exit_handlers, set_temporary_directory, wait_for_threads
@@ -189,7 +189,7 @@ def _inject_faults(env: Mapping[str, str]) -> None:
         FaultPlan.parse(env[FAULTS]).arm(notes, rank=int(env["RANK"]), node_rank=node, local_rank=local)
 
 
-def entry_point(program: Program) -> Callable[[], Any]:
+def entry_point(program: Program) -> Callable[[], object]:
     """What runs ``program`` as Python would, in this process; its arguments are set."""
     match program:
         case Script(name, args):

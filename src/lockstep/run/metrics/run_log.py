@@ -276,7 +276,7 @@ def record_start(context: RunContext, env: Mapping[str, str]) -> None:
         change_about_run(path, change)
 
 
-def _begun(run_dir: Path, ranks: int) -> dict[str, Any]:
+def _begun(run_dir: Path, ranks: int) -> dict[str, object]:
     script = getattr(sys.modules["__main__"], "__file__", None)
     return {
         "command": command_line(sys.orig_argv),
