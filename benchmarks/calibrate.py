@@ -30,7 +30,7 @@ from statistics import fmean, median
 import numpy as np
 
 from lockstep.scale.catalogue import open_catalogue
-from lockstep.scale.predict_report import rows_summary
+from lockstep.scale.predict_report import errors_of, rows_summary
 from lockstep.scale.published import Comparison, PublishedRow, compare, read_rows
 from lockstep.scale.scaling_loss import (
     INSIDE,
@@ -43,9 +43,8 @@ from lockstep.scale.scaling_loss import (
     observed,
     weighted_quantile,
 )
-from lockstep.scale.small_batch import fixed_share, time_at
+from lockstep.scale.step_profile import fixed_share, time_at
 from lockstep.scale.table_prediction import TablePrediction, predict_table, traits_of
-from lockstep.scale.table_summary import errors_of
 
 TABLE = Path(__file__).parent / "published" / "scaling.csv"
 BATCHES = TABLE.with_name("batch_sizes.csv")

@@ -13,11 +13,10 @@ and that an image takes 10 ms to load is assumed.
 from dataclasses import replace
 
 from lockstep.scale import SimulatedStrategy, StepTime, open_catalogue, parse_system, simulate
-from lockstep.scale.buckets import MIB
 from lockstep.scale.published import PublishedRow
 from lockstep.scale.published_system import profile_of
 from lockstep.scale.simulator import alone_s
-from lockstep.scale.step_profile import Timing
+from lockstep.scale.step_profile import MIB, Timing
 
 PUBLISHED = {4: 2.90, 8: 3.61}
 BATCH, RATE, PARAMETERS, LOADING_S = 8, 14.8, 61e6, 0.010

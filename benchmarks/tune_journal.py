@@ -27,7 +27,7 @@ import lockstep
 from lockstep.tune import Choice, Float, Int, Space
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, read_search
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
-from lockstep.tune.record.search_directory import SearchDirectory
+from lockstep.tune.record.search_directory import Search, SearchDirectory, WorkerPlacement
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.workers.outcome import Outcome
@@ -79,17 +79,9 @@ def go_on(directory: Path) -> dict[str, float]:
     found = {"read": time.process_time() - began_s}
     trials = int(json.loads((directory / "search.json").read_text())["settings"]["trials"])
     began_s = time.process_time()
-    worker = SearchWorker(
-        SearchDirectory(directory),
-        WORKERS,
-        ranks=1,
-        space=SPACE,
-        settings=SearchSettings(trials=trials, **SETTINGS),
-        workers=WORKERS,
-        death=None,
-        limit_at_s=math.inf,
-        leave_at_s=math.inf,
-    )
+    search = Search(SPACE, SearchSettings(trials=trials, **SETTINGS), SearchDirectory(directory))
+    placement = WorkerPlacement("", WORKERS, WORKERS, 0.0, {})
+    worker = SearchWorker(search, placement, ranks=1, death=None, leave_at_s=math.inf)
     order = worker.next()
     found["first proposal"] = time.process_time() - began_s
     # The first one that a rule decides about sorts the losses of all; the last one looks for trials of others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
 
 
-def ask_driver(ask: Callable[[Any], T], otherwise: T) -> T:
+def ask_driver(ask: Callable[[object], T], otherwise: T) -> T:
     """What NVIDIA's management library is asked for; ``otherwise`` without a driver, or where it refuses."""
     if not any(map(os.path.exists, _DRIVER)):
         return otherwise

@@ -46,7 +46,7 @@ class ProjectFile:
     text: str
     prefix: str = ""  #: before the name of each table, as ``tool.lockstep.``
 
-    def table(self, name: str) -> Mapping[str, Any]:
+    def table(self, name: str) -> Mapping[str, object]:
         """The table ``[name]``; empty without one."""
         found = self.tables.get(name, {})
         return found if isinstance(found, dict) else {}

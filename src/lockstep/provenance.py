@@ -32,7 +32,7 @@ _MOST_UNTRACKED: Final = 50
 _READ_BYTES: Final = 1 << 16
 
 
-def surroundings(source: Path, run_dir: Path) -> dict[str, Any]:
+def surroundings(source: Path, run_dir: Path) -> dict[str, object]:
     """Where a start happens and with what: host, working directory, versions, git's state, this node's hardware.
 
     Takes some tens of milliseconds, and `_GIT_S` where git does not answer.
@@ -51,7 +51,7 @@ def surroundings(source: Path, run_dir: Path) -> dict[str, Any]:
     }
 
 
-def source_state(source: Path, run_dir: Path) -> dict[str, Any] | None:
+def source_state(source: Path, run_dir: Path) -> dict[str, object] | None:
     """Commit, branch and changes of the repository around the directory ``source``, as git tells them.
 
     The changes to files that git tracks become a patch in ``run_dir``, which only its user can read. Of other files,
@@ -77,17 +77,17 @@ def source_state(source: Path, run_dir: Path) -> dict[str, Any] | None:
     }
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """The CPUs, memory and GPUs of this machine, and the GPUs' driver. Milliseconds; with GPUs about 0.1 s."""
 
-    def gpu(nvml: Any, number: int) -> dict[str, Any]:
+    def gpu(nvml: Any, number: int) -> dict[str, object]:
         handle = nvml.nvmlDeviceGetHandleByIndex(number)
         memory = None
         with contextlib.suppress(nvml.NVMLError):  # a GPU that has none of its own
             memory = nvml.nvmlDeviceGetMemoryInfo(handle).total
         return {"name": nvml.nvmlDeviceGetName(handle), "memory_bytes": memory}
 
-    def gpus(nvml: Any) -> dict[str, Any]:
+    def gpus(nvml: Any) -> dict[str, object]:
         found = [gpu(nvml, number) for number in range(nvml.nvmlDeviceGetCount())]
         return {"gpus": found, "driver": nvml.nvmlSystemGetDriverVersion()}
 
@@ -119,7 +119,7 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def settings_record(resolved: ResolvedSettings) -> dict[str, dict[str, Any]]:
+def settings_record(resolved: ResolvedSettings) -> dict[str, dict[str, object]]:
     """Each setting's value and source; `without_secrets`."""
     return {
         name: {"value": _plain(name, value), "source": resolved.sources[name]}

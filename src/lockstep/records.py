@@ -212,7 +212,7 @@ def _of_parts(kind: Any, value: Any, name: str) -> object:
 
 
 @functools.cache
-def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+def _parts(kind: object) -> tuple[object, tuple[object, ...]]:
     """What ``kind`` is made of; typing takes as long to say so as a whole record to be read."""
     return get_origin(kind), get_args(kind)
 

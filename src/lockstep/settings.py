@@ -155,7 +155,7 @@ _WORD = Reader(str, "a word")
 _READ = (Interval, BestMetric, StepRange)  # whose text is the value as it was given
 
 
-def reader_of(field: Field[Any]) -> Reader:
+def reader_of(field: Field[object]) -> Reader:
     """How a text is read for ``field`` of a dataclass, by its type; of another type than these it is a word."""
     annotation = field.type  # a text, where annotations are not evaluated
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
@@ -186,7 +186,7 @@ def read_options(what: str, kind: type[T], options: Mapping[str, str]) -> T:
 
 def _about(
     meaning: str, *, one_of: Sequence[str] = (), least: int | None = None, above: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The metadata of a field of `Settings`: what it means, and which values can be used."""
     return {"meaning": meaning, "one_of": one_of, "least": least, "above": above}
 
@@ -356,7 +356,7 @@ def check_variables(env: Mapping[str, str]) -> None:
                 raise SettingError(f"the environment variable {name} is none of Lockstep's; did you mean {near[0]}?")
 
 
-def options_given(env: Mapping[str, str]) -> dict[str, Any]:
+def options_given(env: Mapping[str, str]) -> dict[str, object]:
     """The settings that the launcher of this process hands on to it, as it was given them."""
     given: dict[str, Any] = json.loads(env.get(OPTIONS_VARIABLE, "{}"))
     return given
@@ -476,7 +476,7 @@ def parse(name: str, value: Any) -> Any:
         raise SettingError(f"{name}={value!r}: give {reader.wants}") from None
 
 
-def changed(arguments: Mapping[str, object]) -> dict[str, Any]:
+def changed(arguments: Mapping[str, object]) -> dict[str, object]:
     """Those of ``arguments`` that are settings and are not left at their defaults; a path as its text."""
     plain = {n: os.fspath(v) if isinstance(v, os.PathLike) else v for n, v in arguments.items() if n in _FIELDS}
     return {name: value for name, value in plain.items() if value != _FIELDS[name].default}

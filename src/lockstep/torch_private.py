@@ -135,18 +135,18 @@ def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def forward_hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+def forward_hooks(module: nn.Module) -> Iterator[Callable[..., object]]:
     """The hooks before and after the forward pass of ``module``."""
     yield from module._forward_pre_hooks.values()
     yield from module._forward_hooks.values()
 
 
-def set_call(model: nn.Module, call: Callable[..., Any]) -> None:
+def set_call(model: nn.Module, call: Callable[..., object]) -> None:
     """Let ``model(...)`` be ``call``, as `nn.Module.compile` does."""
     model._compiled_call_impl = call
 
 
-def plain_call(module: nn.Module) -> Callable[..., Any]:
+def plain_call(module: nn.Module) -> Callable[..., object]:
     """What ``module(...)`` is without `set_call`."""
     call: Callable[..., Any] = module._call_impl
     return call
@@ -168,7 +168,7 @@ def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) ->
     return noted
 
 
-def note_learning_rates(scheduler: object, rates: list[Any]) -> None:
+def note_learning_rates(scheduler: object, rates: list[object]) -> None:
     """Let `get_last_lr` of a scheduler give ``rates``; a scheduler of another library may have none."""
     if hasattr(scheduler, "_last_lr"):
         scheduler._last_lr = rates
@@ -182,7 +182,7 @@ def profiler_is_on() -> bool:
 # ---- data sets
 
 
-def forget_iterator(loader: DataLoader[Any]) -> None:
+def forget_iterator(loader: DataLoader[object]) -> None:
     """Let ``loader`` make a new iterator for its next epoch, with new loader processes."""
     loader._iterator = None
 

@@ -863,9 +863,9 @@ MUTANTS = [
         "node_rank = rank // local_size",
         WORLD,
     ),
-    mutant("cli/predictions.py", "not 0 < value < math.inf", "not 0 <= value < math.inf", PREDICT),
+    mutant("cli/predict.py", "not 0 < value < math.inf", "not 0 <= value < math.inf", PREDICT),
     mutant(
-        "cli/predictions.py",
+        "cli/predict.py",
         '_UNITS[match.group(2) or "s"]',
         '_UNITS["s"]',
         "tests/ranks/scale/test_predict.py::test_the_command",

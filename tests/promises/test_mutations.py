@@ -72,9 +72,9 @@ from lockstep.tune import Choice, Float, enqueue, load
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, journal_file
 from lockstep.tune.record.planned_trials import PlannedTrials
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
+from lockstep.tune.record.search_directory import Death
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
-from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.summary import show, warm_start_lines
 from lockstep.tune.search import Space
 from lockstep.world.world import leading_host
@@ -216,7 +216,7 @@ def checkpoint(tmp_path):
 
     def read():
         outcomes = []
-        for one in (verify, CheckpointReader, lambda path: load_tree(path, LOCAL)):
+        for one in (verify, CheckpointReader, load_tree):
             try:
                 one(newest)
                 outcomes.append("")

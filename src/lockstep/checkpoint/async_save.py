@@ -104,7 +104,6 @@ class Checkpoints:
         say: Is told, in one line each, what the user must know.
         peer_timeout_s: How long one rank's thread waits for another's.
         disk: The file system.
-        clock: Seconds, from any start.
         reads_back: Whether each rank compares what the disk holds with what it has written, before a commit.
     """
 
@@ -117,11 +116,10 @@ class Checkpoints:
         say: Callable[[str], None],
         peer_timeout_s: float = 600.0,
         disk: FileSystem = LOCAL,
-        clock: Callable[[], float] = time.monotonic,
         reads_back: bool = False,
     ) -> None:
         self.root = root.absolute()
-        self._group, self._disk, self._clock = group, disk, clock
+        self._group, self._disk = group, disk
         self._say: Callable[[str], None] = say if group.leads else _ignore
         self._peer_timeout_s = peer_timeout_s
         # Distinguishes this run's scratch directories and store keys from those of ended runs and of other instances.
@@ -315,7 +313,7 @@ class Checkpoints:
         if self._group.leads:
             self._writer.next_step.put(step, content)
 
-    def next_step(self, saved: Saved) -> tuple[Path, dict[str, Any] | None]:
+    def next_step(self, saved: Saved) -> tuple[Path, dict[str, object] | None]:
         """The file and the content that `note_next_step` has written beside it; None without one. Collective."""
         content = read_next_step(saved.path, self._disk) if self._group.leads else None
         return saved.path / NEXT_STEP, self._group.broadcast_object(content, "what came after the checkpoint")
@@ -361,8 +359,8 @@ class Checkpoints:
             digest=_digest(encoded, names),
             protect=protect,
         )
-        messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, self._clock)
-        self._thread = SaveThread(self._clock, save, lambda: self._writer.write(save, self._stager, messages))
+        messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, time.monotonic)
+        self._thread = SaveThread(time.monotonic, save, lambda: self._writer.write(save, self._stager, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
         """The saves that ended since the last call, in order; failures are reported. Cheap enough for every step."""
@@ -405,9 +403,9 @@ class Checkpoints:
         thread = self._thread
         if thread is None or not (wait or thread.ended):
             return
-        began = self._clock()
+        began = time.monotonic()
         outcome = thread.outcome()
-        waited_s = self._clock() - began
+        waited_s = time.monotonic() - began
         if before is not None and waited_s > 1:
             self._say(
                 f"step {before}: waited {waited_s:.1f} s for the checkpoint of step {outcome.step} to be written; "

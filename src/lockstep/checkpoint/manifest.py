@@ -268,7 +268,7 @@ def _content(manifest: Manifest) -> list[object]:
     return [(t.dtype, t.shape, sorted((p.start, p.shape, p.crc32) for p in t.pieces)) for t in manifest.tensors]
 
 
-def _pieces_in(tensors: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _pieces_in(tensors: list[dict[str, Any]]) -> list[dict[str, object]]:
     return [piece for tensor in tensors for piece in tensor["pieces"]]
 
 

@@ -57,7 +57,7 @@ class SavedModel:
         """What `tree` gave."""
         return cls(tree["class"], tree["files"])
 
-    def tree(self) -> dict[str, Any]:
+    def tree(self) -> dict[str, object]:
         """As plain values."""
         return {"class": self.class_name, "files": dict(self.files)}
 

@@ -27,8 +27,7 @@ import torch
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, coverage_error
 from lockstep.checkpoint.manifest import ITEM_BYTES, check_shape
-from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
-from lockstep.checkpoint.tensors import TensorEntry
+from lockstep.checkpoint.tensors import TensorEntry, copy_to_host, lock_pages
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError

@@ -179,7 +179,7 @@ class SaveWriter:
             return self._explain(error, save)
         return ""
 
-    def _write_part(self, save: SaveRequest, staged: CpuStager) -> dict[str, Any]:
+    def _write_part(self, save: SaveRequest, staged: CpuStager) -> dict[str, object]:
         """Write this rank's part, and free what is staged; what to tell the leader about it. Never raises."""
         report = self._written(save, staged.content)
         staged.free()
@@ -207,7 +207,7 @@ class SaveWriter:
             ],
         }
 
-    def _gather(self, save: SaveRequest, own: dict[str, Any], messages: SaveMessages) -> tuple[str, tuple[str, ...]]:
+    def _gather(self, save: SaveRequest, own: dict[str, object], messages: SaveMessages) -> tuple[str, tuple[str, ...]]:
         """Wait for all parts and commit them; why not, and remarks."""
         reports = [own] + [messages.wait_for(_part_of(rank)) for rank in range(1, self._ranks)]
         for rank, report in enumerate(reports):

@@ -1,24 +1,25 @@
-"""Tensors as bytes, and bytes as tensors."""
+"""Tensors as bytes, and bytes as tensors; memory of the host to which GPUs copy without a wait for each tensor."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.filesystem import FileSystem
+from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.checkpoint.json_state import Tree, decode, encode
 from lockstep.checkpoint.layout import Box, Extent, File
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorRecord
-from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.safetensors_file import FileTensor
 from lockstep.collectives import StoredTensor, TensorShard, in_memory
 from lockstep.errors import CheckpointError, DamagedCheckpoint, UnreadableCheckpoint
 from lockstep.small_files import replacement
+from lockstep.torch_private import foreach_copy_
 
 Tensors = dict[str, torch.Tensor]
 """By the names that a model's ``state_dict()`` gives them."""
@@ -163,7 +164,7 @@ def stored_tree(checkpoint: CheckpointReader) -> Tree:
     return decode(manifest.tree, [_stored(record, checkpoint) for record in manifest.tensors])
 
 
-def load_tree(path: Path, disk: FileSystem) -> Tree:
+def load_tree(path: Path) -> Tree:
     """The tree in the checkpoint at ``path``, each tensor contiguous on the CPU, with memory of its own.
 
     Raises:
@@ -171,7 +172,7 @@ def load_tree(path: Path, disk: FileSystem) -> Tree:
         CheckpointError: if a newer version of Lockstep or of torch wrote it.
         OSError: if it cannot be read.
     """
-    return in_memory(stored_tree(CheckpointReader(path, disk)))
+    return in_memory(stored_tree(CheckpointReader(path, LOCAL)))
 
 
 def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tensor:
@@ -239,3 +240,29 @@ def _dtype(entry: TensorRecord, path: Path, manifest: Manifest) -> torch.dtype:
             f"torch {manifest.torch} wrote it"
         )
     return dtype
+
+
+def lock_pages(memory: torch.Tensor) -> bool:
+    """Keep the pages of ``memory``, contiguous bytes on the CPU, where they are until the tensor is gone.
+
+    Memory that torch itself locks (``pin_memory=True``) is rounded up to a power of two: 8 GiB for a state of 5.
+
+    Returns:
+        Whether CUDA has taken it. Else copies to it are right, too, and wait one by one.
+    """
+    cuda, address = torch.cuda.cudart(), memory.data_ptr()
+    if not memory.numel() or int(cuda.cudaHostRegister(address, memory.numel(), 0)):
+        return False
+    # A process that ends gives all back by itself, and CUDA may have ended before.
+    weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
+    return True
+
+
+def copy_to_host(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy ``sources`` to ``places`` on the CPU: on return all are there, after one wait for each GPU."""
+    if not sources:
+        return
+    with torch.no_grad():
+        foreach_copy_(places, sources, non_blocking=True)
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
 from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.setting_options import read_set
 from lockstep.cli.site_file import site_prices
@@ -89,7 +89,7 @@ def bench_options() -> Parser:
 
 def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Machine, Module, Script
+    from lockstep.launch import Machine
     from lockstep.scale import Sweep
 
     if (parsed.script is None) == (parsed.module is None):
@@ -99,8 +99,7 @@ def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             raise SettingError(f"--{name} {getattr(parsed, name)}: it must be at least 1")
     if not parsed.time_limit > 0:
         raise SettingError(f"--time-limit {parsed.time_limit:g}: give seconds above 0")
-    kind = Script if parsed.module is None else Module
-    program = kind(parsed.script or parsed.module, tuple(parsed.args))
+    program = program_of(parsed)
     machine = Machine.detect(os.environ)
     sweep = Sweep(
         ranks=tuple(parsed.ranks or _doublings(machine.gpus or machine.cpus)),
@@ -124,7 +123,7 @@ def _bench(parsed: argparse.Namespace, words: Sequence[str]) -> int:
 def _find(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep) -> int:
     from lockstep.scale import BenchPlan, find, found_report
 
-    found = find(BenchPlan(program, sweep, steps=parsed.steps, time_limit_s=parsed.time_limit), parsed.find, _say)
+    found = find(BenchPlan(program, sweep, steps=parsed.steps, time_limit_s=parsed.time_limit), parsed.find, say)
     print(json.dumps(asdict(found), indent=1) if parsed.json else "\n".join(found_report(found)))
     return EXIT_FAILED if found.best is None else EXIT_OK
 
@@ -147,22 +146,22 @@ def _compare(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep)
     )
     out = _directory(parsed, program)
     _check_writable("--out", out)
-    result = bench(plan, _say)
+    result = bench(plan, say)
     out.mkdir(parents=True, exist_ok=True)
     result.write(out / "bench.json")
     print((out / "bench.json").read_text(encoding="utf-8") if parsed.json else table(result))
     try:
         draw(result, out / "bench.svg")
     except SettingError as error:
-        _say(str(error))
+        say(str(error))
     measured = [row.variant for row in result.rows if row.measured]
     if parsed.trace and measured:
         # Of the last one, which has most ranks where they are listed upwards.
         timeline = trace(plan, measured[-1], out)
         print(f"\n{measured[-1]}:", *timeline.lines, sep="\n", file=sys.stderr if parsed.json else sys.stdout)
-        _say(f"{timeline.merged}: open it in ui.perfetto.dev or chrome://tracing; {timeline.picture} shows two steps")
+        say(f"{timeline.merged}: open it in ui.perfetto.dev or chrome://tracing; {timeline.picture} shows two steps")
     written = [name for name in ("bench.json", "bench.csv", "bench.svg") if (out / name).exists()]
-    _say(f"{', '.join(written)}: in {out}")
+    say(f"{', '.join(written)}: in {out}")
     return EXIT_OK if any(row.measured for row in result.rows) else EXIT_FAILED
 
 
@@ -177,12 +176,8 @@ def _profile(parsed: argparse.Namespace, program: Script | Module, sweep: Sweep)
     link = profile_link(program, ranks, settings=sweep.settings) if ranks > 1 else None
     file.parent.mkdir(parents=True, exist_ok=True)
     write_profile(file, step, link)
-    _say(f"{parsed.profile}: lockstep predict --profile {parsed.profile} --on ... takes it")
+    say(f"{parsed.profile}: lockstep predict --profile {parsed.profile} --on ... takes it")
     return EXIT_OK
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _doublings(most: int) -> list[int]:

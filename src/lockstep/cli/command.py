@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lockstep.errors import SettingError
+
+if TYPE_CHECKING:  # loads what a command needs that starts ranks
+    from lockstep.launch import Module, Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,20 @@ class Parser(argparse.ArgumentParser):
             longer = next((name for name in known if name.startswith(f"{option}-")), "")
             message = f"{option} takes no value" + (f"; did you mean {longer} {value}?" if longer else "")
         raise SettingError(message)
+
+
+def say(text: str) -> None:
+    """Tell the user something beside what the command prints."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def program_of(parsed: argparse.Namespace) -> Script | Module:
+    """The script, or the module that ``-m NAME`` names, of a command line of `ScriptParser`."""
+    # Late, for help and usage errors do without it.
+    from lockstep.launch import Module, Script
+
+    kind = Script if parsed.module is None else Module
+    return kind(parsed.script or parsed.module, tuple(parsed.args))
 
 
 def split_at_script(parsed: argparse.Namespace, words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:

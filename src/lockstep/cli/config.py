@@ -89,7 +89,7 @@ def file_options(files: Sequence[ProjectFile], command: str, options: Parser) ->
     return list(found.values())
 
 
-def _words(command: str, option: str, value: Any, known: dict[str, argparse.Action]) -> list[str]:
+def _words(command: str, option: str, value: object, known: dict[str, argparse.Action]) -> list[str]:
     name = option[2:]
     shown = f"[{_OPTIONS_OF[command][0]}] {name}"
     if command == "run" and name.replace("-", "_") in {field.name for field in fields(Settings)}:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
-from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
 from lockstep.cli.option_formatting import option_lines
 from lockstep.errors import SettingError
 
@@ -58,10 +57,6 @@ def _doctor(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         )
     # Late, for what it loads is needed only from here on.
     from lockstep.doctor import MachineRequest, ScriptRequest, examine_machine, examine_script
-    from lockstep.launch import Module, Script
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
     if parsed.script is None and parsed.module is None:
         request = MachineRequest(
@@ -69,8 +64,7 @@ def _doctor(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         )
         report = examine_machine(request, os.environ, say)
     else:
-        kind = Script if parsed.module is None else Module
-        program = kind(parsed.script or parsed.module, tuple(parsed.args))
+        program = program_of(parsed)
         time_s = parsed.time if not parsed.quick else min(parsed.time, 10.0)
         report = examine_script(ScriptRequest(program, parsed.nproc_per_node or 2, time_s), say)
     print(report.to_json() if parsed.json else report.issue() if parsed.issue else report.text())

@@ -10,31 +10,25 @@ import difflib
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
-from lockstep.cli.command import Command, Parser, split_at_script
-from lockstep.cli.completion import SHELLS, completion, completion_options
+from lockstep.cli.command import Command, Parser, say, split_at_script
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
 from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
-from lockstep.cli.fit import fitting_micro_batch
-from lockstep.cli.moment import moment
-from lockstep.cli.option_formatting import option_lines
-from lockstep.cli.other_launchers import INSTEAD
+from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
-from lockstep.cli.rendezvous_options import among_nodes, rendezvous_of
 from lockstep.cli.report import COMMANDS as REPORT_COMMANDS
-from lockstep.cli.run_options import accept_underscores, run_options
+from lockstep.cli.run_options import INSTEAD, accept_underscores, moment, node_options, nodes_of, run_options
 from lockstep.cli.saved_run import COMMANDS as SAVED_RUN_COMMANDS
 from lockstep.cli.setting_options import settings_of
-from lockstep.cli.top import COMMANDS as TOP_COMMANDS
 from lockstep.cli.tune import COMMANDS as TUNE_COMMANDS
 from lockstep.cli.verify import COMMANDS as VERIFY_COMMANDS
 from lockstep.cli.verify import FILE as VERIFY_FILE
@@ -47,7 +41,11 @@ from lockstep.project_files import fix_project, project_files, resolve_settings
 from lockstep.report import refuse_unknown_trackers
 from lockstep.script_end import leave
 from lockstep.settings import Settings
-from lockstep.strategy_kinds import read_strategy
+from lockstep.strategy_kinds import read_strategy, strategy_names
+
+if TYPE_CHECKING:
+    from lockstep.launch import Module, Script
+
 
 _EXAMPLES = """\
 examples:
@@ -67,6 +65,13 @@ _SHORT = {"ckpt": "checkpoints"}
 #: They say where and how a run begins, and what the words after them are: a later command says that itself.
 _BEGINNING = ("--resume", "--fresh", "-m", "--module", "--no-python", "--")
 _BEGINNING_WITH_VALUE = ("--run-dir", "--resume-from")
+
+
+#: Shells whose words ``lockstep completion`` completes.
+_SHELLS: Final = ("bash", "zsh", "tcsh")
+#: What an option's value is, by the word that its help has for it: a directory or a file.
+_DIRECTORIES: Final = ("DIR", "RUN", "RUN_DIR")
+_FILES: Final = ("FILE", "FILE.svg", "OUT", "script.py", "search.py", "...")
 
 
 def run_command() -> int:
@@ -143,7 +148,6 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
         _check_resume_from(parsed.resume_from, settings.get("checkpoint") or parsed.run_dir)
     # Late, for what it loads is needed only from here on.
     from lockstep.launch import (
-        Nodes,
         Request,
         asks_for_help,
         check_program,
@@ -166,9 +170,9 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             file=sys.stderr,
         )
     if not parsed.no_python and Path(VERIFY_FILE).is_file() and (said := said_of(program)):
-        print(said, file=sys.stderr)
+        say(said)
     if parsed.fit:
-        settings["micro_batch"] = fitting_micro_batch(parsed, program, settings)
+        settings["micro_batch"] = _fitting_micro_batch(parsed, program, settings)
         own = [*(word for word in own if word != "--fit"), "--set", f"micro_batch={settings['micro_batch']}"]
     return start(
         Request(
@@ -186,8 +190,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             hang_after_s=parsed.hang_after,
             on_hang=parsed.on_hang,
             start_method=parsed.start,
-            nodes=Nodes.of(**rendezvous_of(parsed)),
-            among_nodes=among_nodes(parsed),
+            nodes=nodes_of(parsed),
+            among_nodes=node_options(parsed),
             attach=parsed.attach,
             pass_local_rank=parsed.pass_local_rank,
             faults="; ".join(parsed.fault),
@@ -197,6 +201,34 @@ def _run(parsed: argparse.Namespace, words: Sequence[str]) -> int:
             options=without_options(own, _BEGINNING, valued=_BEGINNING_WITH_VALUE),
         )
     )
+
+
+def _fitting_micro_batch(parsed: argparse.Namespace, program: Script | Module, settings: Mapping[str, str]) -> str:
+    """The largest micro-batch that fits on this machine, found by short runs of ``program``; says so on stderr.
+
+    Args:
+        parsed: the command line of ``lockstep run``.
+        program: what it starts.
+        settings: what it sets.
+
+    Raises:
+        SettingError: where there is nothing to find, or nothing fits.
+    """
+    # Late, for what it loads is needed only from here on.
+    from lockstep.launch import Machine, Request, ranks_of
+    from lockstep.scale import fit_micro_batch
+
+    for given, why in (
+        ("micro_batch" in settings, "micro_batch is given by --set"),
+        (parsed.resume or parsed.resume_from is not None, "a resumed run keeps its micro_batch"),
+        (parsed.requeue, "a job that is requeued keeps its micro_batch"),
+        (parsed.nnodes != "1", "it is found on one machine; find it there, and give --set micro_batch= on all of them"),
+    ):
+        if given:
+            raise SettingError(f"--fit: {why}")
+    request = Request(program, nproc_per_node=parsed.nproc_per_node)
+    ranks, _ = ranks_of(request, Machine.detect(os.environ), os.environ)
+    return str(fit_micro_batch(program, ranks, settings, say))
 
 
 def _check_resume_from(wanted: str, directory: str | None) -> None:
@@ -307,15 +339,62 @@ def _job(name: str, parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if file.exists():
         raise SettingError(f"-o {parsed.output}: this file exists already; give another name, or remove it")
     file.write_text(script, encoding="utf-8")
-    print(f"{file}: submit it with {scheduler.submit} {file}", file=sys.stderr)
+    say(f"{file}: submit it with {scheduler.submit} {file}")
     return EXIT_OK
+
+
+def completion_options() -> Parser:
+    """The options of ``lockstep completion``."""
+    parser = Parser(
+        prog="lockstep completion",
+        usage="lockstep completion bash|zsh|tcsh",
+        description="Print what a shell reads to complete commands, options, directories of runs and other files. For "
+        "bash: lockstep completion bash > ~/.local/share/bash-completion/completions/lockstep; for zsh: into a file "
+        "_lockstep in a directory of $fpath; for tcsh: into a file that ~/.tcshrc sources.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("shell", nargs="?", choices=_SHELLS, help="which shell")
+    return parser
 
 
 def _completion(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.shell is None:
-        raise SettingError(f"say for which shell: lockstep completion {'|'.join(SHELLS)}")
-    print(completion(parsed.shell, COMMANDS, _SHORT))
+        raise SettingError(f"say for which shell: lockstep completion {'|'.join(_SHELLS)}")
+    # Late, for the other commands do without it.
+    import shtab
+
+    root = argparse.ArgumentParser(prog="lockstep", add_help=False)
+    groups = {"": root.add_subparsers()}
+    for name, command in COMMANDS.items():
+        group, _, last = name.rpartition(" ")
+        if group not in groups:
+            groups[group] = (
+                groups[""]
+                .add_parser(
+                    group, help=f"commands: {group} ...", aliases=[word for word in _SHORT if _SHORT[word] == group]
+                )
+                .add_subparsers()
+            )
+        options = command.options()
+        for action in actions_of(options):
+            _say_values(action, {"DIRECTORY": shtab.DIRECTORY, "FILE": shtab.FILE})
+        groups[group].add_parser(last, help=command.does, parents=[options], add_help=False)
+    print(shtab.complete(root, parsed.shell))
     return EXIT_OK
+
+
+def _say_values(action: argparse.Action, kinds: Mapping[str, object]) -> None:
+    """Let shtab know which values ``action`` takes, of those that are known."""
+    one_of = {field.name: field.metadata["one_of"] for field in fields(Settings)} | {"strategy": strategy_names()}
+    if action.help and STRATEGIES in action.help:
+        action.choices, action.help = strategy_names(), action.help.replace(STRATEGIES, "NAME")
+    elif not action.choices and one_of.get(action.dest):
+        action.choices = one_of[action.dest]
+    if not action.option_strings and action.help == argparse.SUPPRESS:
+        action.help = "what is run"  # of which the usage says more than a line of help
+    for names, kind in ((_DIRECTORIES, "DIRECTORY"), (_FILES, "FILE")):
+        if action.metavar in names:
+            action.complete = kinds[kind]  # type: ignore[attr-defined]
 
 
 def _given(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> list[str]:
@@ -381,7 +460,6 @@ COMMANDS = {
     command.name: command
     for command in (
         Command("run", "start a script on several ranks and watch over them", run_options, _run),
-        *TOP_COMMANDS,
         *REPORT_COMMANDS,
         *VERIFY_COMMANDS,
         *CONFIG_COMMANDS,

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.command import Command, Parser
+from lockstep.cli.command import Command, Parser, say
 from lockstep.cli.option_formatting import option_lines
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.formatting import duration, harmless, size
@@ -124,7 +124,7 @@ def _prune(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     if parsed.keep is None:
         raise SettingError("say how many stay: --keep N")
     try:
-        gone = prune(run, parsed.keep, lambda text: print(text, file=sys.stderr), really=parsed.yes)
+        gone = prune(run, parsed.keep, say, really=parsed.yes)
     except OSError as error:
         return _failed("checkpoints prune", error)
     for one in gone:

@@ -10,7 +10,7 @@ from lockstep.errors import SettingError
 from lockstep.project_files import project_files, table
 
 
-def site_table(name: str) -> dict[str, Any]:
+def site_table(name: str) -> dict[str, object]:
     """The table ``[name]`` of these files; empty where there is none.
 
     Raises:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.command import Command, Parser, ScriptParser
+from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
 from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.setting_options import read_set
 from lockstep.errors import SettingError
@@ -55,7 +54,6 @@ def verify_options() -> Parser:
 
 def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     # Late, for what it loads is needed only from here on.
-    from lockstep.launch import Module, Script
     from lockstep.verify import VerifyPlan, report, verify
 
     if (parsed.script is None) == (parsed.module is None):
@@ -69,10 +67,9 @@ def _verify(parsed: argparse.Namespace, words: Sequence[str]) -> int:
     Settings(**{name: parse(name, value) for name, value in settings.items()})
     for strategy in parsed.strategies:
         read_strategy(strategy)
-    kind = Script if parsed.module is None else Module
-    program = kind(parsed.script or parsed.module, tuple(parsed.args))
+    program = program_of(parsed)
     plan = VerifyPlan(program, tuple(parsed.strategies), settings, tuple(parsed.only), parsed.time)
-    result = verify(plan, _say)
+    result = verify(plan, say)
     result.write(out)
     print(result.to_json() if parsed.json else "\n".join(report(result)))
     return EXIT_OK if result.is_equal else EXIT_FAILED
@@ -97,10 +94,6 @@ def said_of(program: Script | Module) -> str:
     if result.get("equal") is True:
         return f"verified: equal in {plural(counted.count('equal'), 'way')} ({FILE})"
     return f"{FILE}: this script is not the same in {plural(counted.count('differs'), 'way')} to run it"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 #: The command of this file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -97,7 +97,6 @@ def time_sums(
     *,
     exact: bool,
     budget_s: float,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[int, float]]:
     """The seconds of a sum of each of ``sizes`` bytes over all ranks, of the slowest rank. Collective.
 
@@ -110,27 +109,27 @@ def time_sums(
     if group.size == 1 or not sizes:
         return []
     summed = _Sums(group, exact=exact)
-    share_s, ends_at = budget_s / len(sizes), clock() + budget_s
+    share_s, ends_at = budget_s / len(sizes), time.perf_counter() + budget_s
 
-    def time(size: int, times: int) -> list[float]:
+    def timed(size: int, times: int) -> list[float]:
         tensor = torch.ones(max(1, size // 4), device=group.device)
         group.barrier(_SUMS)
         summed(tensor)
         means = []
-        began, count = clock(), 0
+        began, count = time.perf_counter(), 0
         for number in range(times):
             summed(tensor)
             count += 1
-            if (took_s := clock() - began) >= _SLICE_S or number == times - 1:
+            if (took_s := time.perf_counter() - began) >= _SLICE_S or number == times - 1:
                 means.append(took_s / count)
-                began, count = clock(), 0
+                began, count = time.perf_counter(), 0
         return means
 
     repetitions: dict[int, int] = {}
     try:
         for size in sorted(sizes):
-            one_s = max(*time(size, 1), 1e-6)
-            left_s = ends_at - clock()
+            one_s = max(*timed(size, 1), 1e-6)
+            left_s = ends_at - time.perf_counter()
             fits, enough = int(min(share_s, left_s) / one_s), int(_ENOUGH_S / one_s)
             times, fits = group.broadcast_object((min(_MOST, enough, fits), fits), _SUMS)
             if fits < _LEAST and repetitions:
@@ -141,7 +140,7 @@ def time_sums(
             for size, times in repetitions.items():
                 now = times * (number + 1) // _ROUNDS - times * number // _ROUNDS
                 if now:
-                    took[size] += time(size, now)
+                    took[size] += timed(size, now)
         return [(size, max(group.gather_objects(statistics.median(each), _SUMS))) for size, each in took.items()]
     finally:
         summed.close()

@@ -75,7 +75,7 @@ class Mailbox:
             for tensor in tensors:
                 self._connections[rank].sendall(as_bytes(tensor).numpy().data)
 
-    def receive(self, silent: Collection[int], what: str, *, for_ever: bool = False) -> tuple[int, Any]:
+    def receive(self, silent: Collection[int], what: str, *, for_ever: bool = False) -> tuple[int, object]:
         """Wait for a message of any of the ranks; its sender and the message. One rank after the other has its turn.
 
         Args:
@@ -131,7 +131,7 @@ class Mailbox:
         for connection in self._connections.values():
             connection.close()
 
-    def _answer(self, read: Callable[[Any], object], what: str) -> None:
+    def _answer(self, read: Callable[[object], object], what: str) -> None:
         with contextlib.suppress(PeerLost):  # of which the main thread learns, too; or this mailbox is closed
             while True:
                 rank, question = self.receive((), what, for_ever=True)

@@ -59,7 +59,7 @@ class StoredTensor(torch.Tensor):
     def __deepcopy__(self, _memo: object) -> torch.Tensor:
         return self.whole()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> Any:
         return self.whole().__reduce_ex__(protocol)
 
 

@@ -85,7 +85,7 @@ def _mark_of(value: Any) -> object:
     return None
 
 
-def _is_mapped(array: Any) -> bool:
+def _is_mapped(array: object) -> bool:
     """Whether its elements lie in a file, from which they would have to be read."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
@@ -94,7 +94,7 @@ def _is_mapped(array: Any) -> bool:
     return isinstance(array, mmap.mmap)
 
 
-def _attributes_of(value: object) -> list[Any]:
+def _attributes_of(value: object) -> list[object]:
     if issubclass(type(value), type | FunctionType):
         return []
     try:

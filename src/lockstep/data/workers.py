@@ -64,7 +64,7 @@ class Loader(DataLoader[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], steps: Callable[[], int], *, begins_late: bool = False, **options: Any
+        self, dataset: Dataset[object], steps: Callable[[], int], *, begins_late: bool = False, **options: Any
     ) -> None:
         super().__init__(dataset, **options)
         self._steps = steps
@@ -77,7 +77,7 @@ class Loader(DataLoader[Any]):
     def __iter__(self) -> Any:
         return self._batches_from_first() if self._begins_late else self._begin()
 
-    def _batches_from_first(self) -> Iterator[Any]:
+    def _batches_from_first(self) -> Iterator[object]:
         yield from self._begin()
 
     def _begin(self) -> Any:
@@ -115,7 +115,7 @@ def choose_prefetch(run: int, workers: int) -> int:
 
 
 def open_loader(
-    dataset: Dataset[Any], steps: Callable[[], int], workers: WorkerOptions, run: int, seed: int, **options: Any
+    dataset: Dataset[object], steps: Callable[[], int], workers: WorkerOptions, run: int, seed: int, **options: Any
 ) -> TorchLoader:
     """A loader of ``dataset`` with ``workers``, for a rank with ``run`` micro-batches a step.
 

@@ -15,9 +15,8 @@ from lockstep.doctor.host_facts import gather_files, gather_host, private_names
 from lockstep.doctor.host_findings import brief
 from lockstep.doctor.machine_facts import MachineFacts, NodeFacts
 from lockstep.doctor.machine_findings import judge
-from lockstep.doctor.script_facts import ScriptFacts, read_facts
+from lockstep.doctor.script_facts import ScriptFacts, averaged_twice, read_facts
 from lockstep.doctor.script_findings import ScriptSeen, Tried, judge_script, slowest_reader, workers_wanted
-from lockstep.doctor.source_faults import averaged_twice
 from lockstep.formatting import plural
 from lockstep.launch import (
     Machine,

@@ -10,8 +10,7 @@ from typing import Final
 
 from lockstep.doctor.finding import Finding, note, ok, problem
 from lockstep.doctor.host_findings import brief
-from lockstep.doctor.script_facts import PassFacts, ScriptFacts
-from lockstep.doctor.source_faults import SourceFault
+from lockstep.doctor.script_facts import PassFacts, ScriptFacts, SourceFault
 from lockstep.formatting import count, format_ranks, plural, relative_path, size
 from lockstep.scale import divisors
 

@@ -105,7 +105,7 @@ class Watch:
         register_module_forward_pre_hook(lambda module, args: self._now.forwards.add(torch.is_grad_enabled()))
         iterate, save, load, watch = DataLoader.__iter__, torch.save, torch.load, self
 
-        def iterate_less(loader: DataLoader[Any]) -> Iterator[object]:
+        def iterate_less(loader: DataLoader[object]) -> Iterator[object]:
             return watch._pass_over(loader, iterate(loader))
 
         def save_elsewhere(obj: Any, f: Any, *args: Any, **options: Any) -> None:
@@ -155,7 +155,7 @@ class Watch:
     def _count(self) -> None:
         self._now.reductions += 1
 
-    def _pass_over(self, loader: DataLoader[Any], batches: Iterator[object]) -> Iterator[object]:
+    def _pass_over(self, loader: DataLoader[object], batches: Iterator[object]) -> Iterator[object]:
         """What ``loader`` would give, but for most of it."""
         if sum(bool(each.steps) for each in self._passes) >= _MOST_PASSES:
             raise SystemExit(0)
@@ -174,7 +174,7 @@ class Watch:
             self._now = opened
             yield batch
 
-    def _new_pass(self, loader: DataLoader[Any]) -> PassFacts:
+    def _new_pass(self, loader: DataLoader[object]) -> PassFacts:
         streams = isinstance(loader.dataset, IterableDataset)
         sampler = None if streams else getattr(loader.batch_sampler, "sampler", loader.sampler)
         divided = isinstance(sampler, DistributedSampler)

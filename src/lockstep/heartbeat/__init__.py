@@ -23,6 +23,7 @@ from lockstep.heartbeat.frames import (
     own_lines,
     read_stacks,
     register_stacks,
+    user_frame,
 )
 from lockstep.heartbeat.lost_peers import LostPeers
 from lockstep.heartbeat.sender import BEAT_EVERY_S, HeartbeatSender, ProgressMarker, open_channel, progress_marker
@@ -45,4 +46,5 @@ __all__ = [
     "progress_marker",
     "read_stacks",
     "register_stacks",
+    "user_frame",
 ]

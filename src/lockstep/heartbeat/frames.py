@@ -21,6 +21,7 @@ import re
 import sys
 import sysconfig
 import threading
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,18 @@ def own_lines(files: Sequence[str]) -> list[int]:
     if directory.name in _PACKAGES or _holds_packages(str(directory)):
         return [index for index, file in enumerate(files) if program and file == program]
     return [index for index, file in enumerate(files) if program and file.startswith(f"{directory}/")]
+
+
+def user_frame(error: BaseException) -> tuple[str, int]:
+    """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
+
+    Where the user's program is itself installed, the innermost frame of its own.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno or 0
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = own_lines([file for file, _ in frames])
+    return (own and frames[own[-1]]) or (frames or [("", 0)])[-1]
 
 
 def _holds_packages(directory: str) -> bool:

@@ -6,13 +6,12 @@
                                        page ◄─ template.html ◄┘ ◄─ page.js
 
     run_record  what a run directory holds     tables  any value as HTML; the only place where text becomes HTML
-    charts      what is drawn, as numbers      page    the whole page       live_page  served while a run goes on
+    charts      what is drawn, as numbers      page    the whole page, also served while a run goes on
 
 The door. The modules read what runs have written and change nothing.
 """
 
-from lockstep.html_report.live_page import serve
-from lockstep.html_report.page import REPORT, Attachment, attached_files, list_page, report_page
+from lockstep.html_report.page import REPORT, Attachment, attached_files, list_page, report_page, serve
 from lockstep.html_report.run_record import RunRecord, read_run
 
 __all__ = ["REPORT", "Attachment", "RunRecord", "attached_files", "list_page", "read_run", "report_page", "serve"]

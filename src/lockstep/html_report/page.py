@@ -1,17 +1,24 @@
-"""The whole page: sections of HTML, the numbers of its charts, and the scripts, all in one file."""
+"""The whole page: sections of HTML, the numbers of its charts, and the scripts, all in one file.
+
+It is also served to this machine alone while its runs go on, and then asks for news by itself.
+"""
 
 from __future__ import annotations
 
 import base64
 import gzip
 import hashlib
+import hmac
 import json
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from functools import cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
@@ -34,6 +41,7 @@ BESIDE = {
     "doctor": "What is wrong with the machine or the script (lockstep doctor)",
 }
 REPORT = "report.html"
+_ADDRESS = "127.0.0.1"
 _CHARTS = '<div class="charts"></div>'
 _HERE = Path(__file__).parent
 
@@ -88,7 +96,7 @@ def report_page(runs: Sequence[RunRecord], attached: Sequence[Attachment] = (), 
     )
 
 
-def content(runs: Sequence[RunRecord], attached: Sequence[Attachment]) -> dict[str, Any]:
+def content(runs: Sequence[RunRecord], attached: Sequence[Attachment]) -> dict[str, object]:
     """What changes of a page while runs go on: its sections as HTML, and its charts as numbers."""
     sections = {"runs": _overview(runs)} if runs else {}
     charts: dict[str, list[Chart]] = {}
@@ -126,7 +134,7 @@ def list_page(folder: Path) -> str:
     return _filled(f"Runs below {folder}", {"sections": {"runs": f"<h2>Runs</h2>{table(lines)}"}, "charts": {}})
 
 
-def _line(run: RunRecord) -> dict[str, Any]:
+def _line(run: RunRecord) -> dict[str, object]:
     """What one wants to know of each of many runs."""
     status = run.status
     return {
@@ -201,7 +209,7 @@ def _run(run: RunRecord) -> str:
     return told + (f"<h3>Hangs and logs</h3>{files}" if files else "")
 
 
-def _start(start: Mapping[str, Any], patches: Mapping[str, str]) -> str:
+def _start(start: Mapping[str, object], patches: Mapping[str, str]) -> str:
     """What was run: all that is said of a start, the settings as a table, and the changes that no commit holds."""
     rest, settings, source = dict(start), start.get("settings"), start.get("source")
     told = ""
@@ -241,7 +249,7 @@ def _filled(title: str, inside: Mapping[str, Any], script: str = "", plotly: str
         plotly=plotly,
         live=live,
         script=own,
-        written=f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}",
+        written=_now(),
     )
 
 
@@ -258,3 +266,63 @@ def _plotly() -> tuple[str, str]:
 
 def _moment(wall_s: float) -> str:
     return f"{datetime.fromtimestamp(wall_s).astimezone():%Y-%m-%d %H:%M:%S}" if wall_s else "–"
+
+
+def _now() -> str:
+    return f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %z}"
+
+
+def serve(runs: list[Path], others: list[Path], port: int, say: Callable[[str], None]) -> None:
+    """Serve the page over ``runs`` until this process is interrupted; ``say`` gets its address.
+
+    The address holds a secret, and every request without it is refused, so that other users of the machine and pages
+    of other sites cannot read it. Each look at the page reads the files of the runs again.
+
+    Raises:
+        SettingError: if there is no run, plotly is missing, or the port is taken.
+    """
+    secret = secrets.token_urlsafe(24)
+
+    def page() -> str:
+        return report_page([read_run(run) for run in runs], attached_files(runs, others), live=True)
+
+    def news() -> str:
+        records = [read_run(run) for run in runs]
+        told = content(records, attached_files(runs, others))
+        over = all(record.is_over for record in records)
+        return json.dumps({**told, "over": over, "written": _now()}, allow_nan=False)
+
+    page()  # raises here what would else be an answer
+    served = {"": (page, "text/html"), "news": (news, "application/json")}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            given, _, name = self.path.removeprefix("/").partition("/")
+            if not hmac.compare_digest(given.encode(), secret.encode()) or name not in served:
+                self.send_error(HTTPStatus.FORBIDDEN)
+                return
+            make, kind = served[name]
+            body = make().encode()
+            self.send_response(HTTPStatus.OK)
+            for header, value in (
+                ("Content-Type", f"{kind}; charset=utf-8"),
+                ("Content-Length", str(len(body))),
+                ("Cache-Control", "no-store"),
+                ("Referrer-Policy", "no-referrer"),
+                ("X-Content-Type-Options", "nosniff"),
+                ("X-Frame-Options", "DENY"),
+            ):
+                self.send_header(header, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Say nothing: each request holds the secret."""
+
+    try:
+        server = ThreadingHTTPServer((_ADDRESS, port), Answer)
+    except OSError as error:
+        raise SettingError(f"--port {port}: {error.strerror}; leave it out for a free one") from None
+    with server:
+        say(f"http://{_ADDRESS}:{server.server_port}/{secret}/")
+        server.serve_forever()

@@ -158,7 +158,7 @@ def _wall(row: Mapping[str, float]) -> float:
     return row["wall_s"]
 
 
-def _seconds(told: Mapping[str, Any]) -> float:
+def _seconds(told: Mapping[str, object]) -> float:
     """The ``time`` of an entry of run.json in seconds since 1970; 0 if it has none."""
     try:
         return datetime.fromisoformat(str(told.get("time"))).timestamp()
@@ -175,7 +175,7 @@ def _faults(path: Path) -> Iterator[Event]:
             yield Event("fault", float(wall), f"{fault} ({where})", float(step[1]) if step else 0.0)
 
 
-def _failures(run_dir: Path) -> Iterator[dict[str, Any]]:
+def _failures(run_dir: Path) -> Iterator[dict[str, object]]:
     for path in sorted(run_dir.glob("failures/generation-*/rank-*.json"))[:_MOST_FILES]:
         with contextlib.suppress(OSError, ValueError):
             told = read_object(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
 from urllib.parse import quote
 
 from lockstep.formatting import count, harmless, without_secrets
@@ -55,7 +54,7 @@ def folded(title: str, inside: str, *, is_open: bool = False) -> str:
     return f"<details{' open' * is_open}><summary>{text(title)}</summary>{inside}</details>"
 
 
-def table(rows: Sequence[Mapping[str, Any]], caption: str = "", depth: int = 0) -> str:
+def table(rows: Sequence[Mapping[str, object]], caption: str = "", depth: int = 0) -> str:
     """One line for each of ``rows``, one column for each of their keys."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     head = "".join(f'<th scope="col">{text(name)}</th>' for name in names)
@@ -72,7 +71,7 @@ def table(rows: Sequence[Mapping[str, Any]], caption: str = "", depth: int = 0) 
     )
 
 
-def shown(value: Any, name: str = "", depth: int = 0) -> str:
+def shown(value: object, name: str = "", depth: int = 0) -> str:
     """``value``, as JSON has it, as HTML: a list of objects as a table, an object as a list of its entries."""
     if not value or not isinstance(value, dict | list | tuple):
         return text("none" if value in ({}, [], ()) else value, name)
@@ -89,7 +88,7 @@ def shown(value: Any, name: str = "", depth: int = 0) -> str:
     return ", ".join(shown(one, name, depth + 1) for one in value[:_MOST_ROWS])
 
 
-def _cell(value: Any, name: str, depth: int) -> str:
+def _cell(value: object, name: str, depth: int) -> str:
     if isinstance(value, Html):
         return f"<td>{value}</td>"
     if isinstance(value, int | float):

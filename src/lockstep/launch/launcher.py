@@ -24,8 +24,6 @@ from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
 from lockstep.formatting import relative_path
 from lockstep.launch.agent import AfterFailure, Agent, Stops
-from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.host.machine import Machine
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting
 from lockstep.launch.job.request import Function, Nodes, OnHang, Request
@@ -33,7 +31,7 @@ from lockstep.launch.node_start import NodePart, announce, prepared, running_els
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
-from lockstep.launch.run_dir.memory_files import emergency_memory
+from lockstep.launch.run_dir.owned_directory import emergency_memory
 from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
@@ -212,7 +210,7 @@ def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
     if request.everywhere and given.has_launcher_per_node:
         # A launcher was started on each node without being told of the others.
         endpoint = f"{_first_host(given)}:{given.port()}"
-        nodes = Nodes.of(str(len(hosts)), endpoint, given.job, **request.among_nodes)
+        nodes = Nodes.of(str(len(hosts)), endpoint, given.job, request.among_nodes)
         return replace(request, nodes=nodes and replace(nodes, hosts=hosts))
     return request
 
@@ -300,16 +298,6 @@ def _run_agent(
     job, request = joined.job, joined.job.request
     files = FileThread(screen.say, relative_path)
     channel = RankChannel(screen.say)
-    hang_monitor = HangMonitor(
-        channel,
-        HangTimeouts(request.hang_after_s),
-        request.on_hang,
-        stacks=job.stacks,
-        hangs=job.hangs,
-        files=files,
-        say=screen.say,
-        shown=relative_path,
-    )
     env = {**os.environ, **_end_of_job(request, os.environ), **({FAULTS: request.faults} if request.faults else {})}
     with contextlib.ExitStack() as stack:
         # The last words are those of whatever is closed before.
@@ -325,7 +313,6 @@ def _run_agent(
             lambda: open_fork_server(request.program, job.start_method, common),
             screen,
             channel,
-            hang_monitor,
             files,
             terminal,
             Path(room[EMERGENCY]) if EMERGENCY in room else None,

@@ -102,14 +102,14 @@ class NodePart:
             return stops.times > 0
 
         if listening is None:
-            return join_job(job, nodes, endpoint, say=screen.say, stopped=stopped), thread
+            return join_job(job, endpoint, say=screen.say, stopped=stopped), thread
         lease = None if moved is None else moved.lease
         if moved is not None:
             run_dir = Path(str(request.run_dir)).absolute()
             stack.enter_context(lock_if_free(run_dir))
             job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
         announce(job, screen)
-        return host_job(job, nodes, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
+        return host_job(job, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
 
 
 def announce(job: Job, screen: Screen) -> None:

@@ -12,9 +12,8 @@ Nothing here needs torch, and rich is imported only for a terminal.
 from lockstep.report.figure import new_figure, save_svg, write_table
 from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.prometheus import export_metrics
-from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
 from lockstep.report.run_file import about_run, change_about_run
-from lockstep.report.status import State, Status, StatusFile, epoch_number
+from lockstep.report.status import RanksFile, RankStatus, State, Status, StatusFile, epoch_number, lateness
 from lockstep.report.throughput import Throughput
 from lockstep.report.top import ended, require_run, table, top
 from lockstep.report.trackers import LogsValues, TrackerContext, TrackerThread, open_trackers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,17 @@ def save_svg(figure: Any, path: Path, title: str = "") -> None:
     path.write_text(harmless(drawn.getvalue(), keep="\n\t"), encoding="utf-8")
 
 
-def write_table(path: Path, rows: Iterable[Iterable[object]]) -> None:
-    """Write ``rows`` to ``path`` as CSV, of which a spreadsheet computes nothing: what begins a formula is quoted."""
+def write_table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write ``rows``, values by the names of their columns, to ``path`` as CSV.
+
+    A spreadsheet computes nothing of it: what begins a formula is quoted.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
     with path.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([_cell(value) for value in row] for row in rows)
+        write = csv.writer(file).writerow
+        write([_cell(name) for name in names])
+        for row in rows:
+            write([_cell(row.get(name, "")) for name in names])
 
 
 def _cell(value: object) -> object:

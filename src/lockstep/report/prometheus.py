@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lockstep.errors import SettingError
 from lockstep.formatting import harmless
 from lockstep.launch_contract import RUN_FILE
-from lockstep.report.ranks_file import RanksFile
-from lockstep.report.status import StatusFile
+from lockstep.report.status import RanksFile, StatusFile
 from lockstep.report.top import ended, require_run
 
 if TYPE_CHECKING:
@@ -55,12 +54,10 @@ class RunCollector:
 
     Args:
         places: run directories, or directories of those; runs that begin there later are found, too.
-        clock: in seconds since 1970.
     """
 
-    def __init__(self, places: Sequence[Path], clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, places: Sequence[Path]) -> None:
         self._places = places
-        self._clock = clock
 
     def collect(self) -> Iterable[Any]:
         """The metrics, in Prometheus' own types; of a run that cannot be read none."""
@@ -112,7 +109,7 @@ class RunCollector:
 
     def _age_s(self, files: Iterable[Path]) -> float:
         """Since the newest of ``files`` was written; infinite if there is none."""
-        return self._clock() - max((_written_s(path) for path in files), default=float("-inf"))
+        return time.time() - max((_written_s(path) for path in files), default=float("-inf"))
 
 
 def _written_s(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""The view for a terminal.
+"""The views for a terminal and for a cell of a notebook.
 
     training   epoch 3/10  ━━━━━━━━━━━━━━━━╸━━━━━━━━━  step 1 240/2 000
     4 ranks | 2 140 samples/s | loss 0.4321 | 12 m 05 s left | saved at step 1 200
@@ -8,9 +8,10 @@ Where the terminal is too narrow, the end of the second line is left out.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TextIO, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +22,8 @@ from rich.text import Text
 from lockstep.report.status import Status
 
 Shown = TypeVar("Shown", contravariant=True)
+_COLUMNS = 100  # of a notebook
+_HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:normal;margin:0">{code}</pre>'
 _ORDER = ("ranks", "speed", "loss", "eta", "job", "saved", "late", "unprotected", "generation")
 
 
@@ -79,3 +82,47 @@ def picture(status: Status, below: Sequence[str] = ()) -> Group:
     second = " | ".join(words[name] for name in _ORDER if name in words)
     lines = [Text(f" {line}") for line in ("", *below)] if below else []
     return Group(first, Text(second, style="dim", no_wrap=True, overflow="ellipsis"), *lines)
+
+
+class NotebookView(Generic[Shown]):
+    """Draws what is shown in one output of the cell that runs, where each picture takes the place of the one before.
+
+    What is printed stands below it, in the cell's other outputs. A picture takes about two milliseconds; one that is
+    equal to the last one is not sent.
+
+    Args:
+        stream: the cell's, for lines.
+        picture: what is drawn of what is shown.
+    """
+
+    def __init__(self, stream: TextIO, picture: Callable[[Shown], RenderableType]) -> None:
+        self._stream, self._picture = stream, picture
+        self._handle: Any = None  # of the cell's output, once there is one
+        self._drawn: dict[str, str] = {}
+
+    def show(self, status: Shown) -> None:
+        """Draw it."""
+        drawn = _drawn(self._picture(status))
+        if drawn != self._drawn:
+            self._drawn = drawn
+            if self._handle is None:
+                from IPython.display import display  # it is there where such a stream is
+
+                self._handle = display(drawn, raw=True, display_id=True)  # type: ignore[no-untyped-call, unused-ignore]
+            else:
+                self._handle.update(drawn, raw=True)
+
+    def line(self, text: str) -> None:
+        """Print below the picture."""
+        self._stream.write(text.rstrip("\r\n") + "\n")
+        self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last picture in the cell; nothing is sent."""
+
+
+def _drawn(picture: RenderableType) -> dict[str, str]:
+    console = Console(file=io.StringIO(), record=True, width=_COLUMNS, force_jupyter=False, _environ={})
+    console.print(picture)
+    html = console.export_html(inline_styles=True, clear=False, code_format=_HTML)
+    return {"text/html": html, "text/plain": console.export_text().rstrip("\n")}

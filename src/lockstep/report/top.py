@@ -19,8 +19,7 @@ from typing import TextIO
 from lockstep.errors import SettingError
 from lockstep.formatting import count, duration, harmless, plural, size
 from lockstep.launch_contract import RUN_FILE
-from lockstep.report.ranks_file import RanksFile, RankStatus, lateness
-from lockstep.report.status import Status, StatusFile
+from lockstep.report.status import RanksFile, RankStatus, Status, StatusFile, lateness
 from lockstep.report.views import LinesView, View, can_draw
 
 _LOOK_EVERY_S = 0.5

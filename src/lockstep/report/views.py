@@ -69,8 +69,7 @@ def view_on(
     wanted = view_word(stream, env)
     if wanted == "live":
         # Late, since rich takes a tenth of a second and most ranks never draw.
-        from lockstep.report.notebook_view import NotebookView
-        from lockstep.report.terminal_view import TerminalView
+        from lockstep.report.terminal_view import NotebookView, TerminalView
 
         if is_notebooks(stream):
             return NotebookView(stream, picture())

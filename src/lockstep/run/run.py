@@ -44,8 +44,7 @@ from lockstep.run.loop.rank_operations import RankOperations
 from lockstep.run.loop.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.loop.training_loop import TrainingLoop
 from lockstep.run.metrics.early_stopping import EarlyStopping
-from lockstep.run.metrics.run_log import RunLog, common_numbers
-from lockstep.run.metrics.trial_reports import TrialReports
+from lockstep.run.metrics.run_log import RunLog, TrialReports, common_numbers, record_start
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
 from lockstep.run.recovery.resume_point import PointMarks, ResumePoint
@@ -55,7 +54,6 @@ from lockstep.run.setup.registration import GivenModel, Registration
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import set_up
 from lockstep.run.setup.shutdown import Shutdown
-from lockstep.run.setup.start_record import record_start
 from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.state.user_values import Kept
@@ -213,9 +211,10 @@ class Run:
         self._train_step: Final = TrainStep(context, finite, point, written)
         self._loaders: Final = Loaders(context)
         self._log: Final = RunLog(context, tracker)
-        self._start: Final = TrainingStart(context, snapshot, self._log, proof)
-        self._registration: Final = Registration(context, self._start)
-        self._reports: Final = TrialReports(context, self._start, self._log)
+        start = TrainingStart(context, snapshot, self._log, proof)
+        self._start: Final = start
+        self._registration: Final = Registration(context, start)
+        self._reports: Final = TrialReports(context, self._log, lambda: start.resumes_within_turn)
         measurement = None if context.measure is None else Measurement(context, context.measure)
         end_of_step = EndOfStep(
             context, snapshot, self._loaders, finite, self._log, point, proof, measurement=measurement

@@ -4,8 +4,7 @@ The door. A run is named by its run directory, by its directory of checkpoints, 
 """
 
 from lockstep.saved_run.export import Exported, export, load
-from lockstep.saved_run.listed import Row, check, prune, rows
+from lockstep.saved_run.listed import Row, check, metrics, prune, rows
 from lockstep.saved_run.located import BEST, NEWEST
-from lockstep.saved_run.metrics_table import metrics
 
 __all__ = ["BEST", "NEWEST", "Exported", "Row", "check", "export", "load", "metrics", "prune", "rows"]

@@ -1,15 +1,20 @@
-"""The checkpoints of a run: what there is, whether it is whole, and which may go."""
+"""The checkpoints of a run: which, whether they are whole, and which may go; and what it has logged, as a table."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint import LOCAL, CheckpointReader, Committed, Holder, expired, lock_root, remove, verify
 from lockstep.errors import CheckpointError, SettingError
+from lockstep.report import MetricsFile
 from lockstep.saved_run.located import RunPath, best_of, checkpoints_of, is_whole, told_in
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class Row:
     ranks: int | None = None  #: that wrote it
     damaged: str = ""  #: what is wrong, if its files are not all there in full size
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 
@@ -131,3 +136,29 @@ def _best_step(found: Sequence[Committed]) -> int | None:
             continue
         return None if best is None else best["step"]
     return None
+
+
+def metrics(run: RunPath) -> DataFrame:
+    """What ``run`` has logged, as a DataFrame of pandas; the run may still be going on.
+
+    One row for each record, in their order, with the columns ``step``, ``epoch`` (from 1), ``wall_s`` (seconds since
+    1970) and one for each name that was logged; nan where a record does not have it. Reads the whole record.
+
+    Args:
+        run: a run directory, such as ``runs/NAME``; of a script that was started without the launcher, the directory
+            of its checkpoints.
+
+    Raises:
+        SettingError: if pandas is not installed, or ``run`` holds no record.
+    """
+    try:
+        from pandas import DataFrame
+    except ImportError:
+        raise SettingError("metrics are a table of pandas: pip install 'torch-lockstep[notebook]', or pandas") from None
+    try:
+        return DataFrame(MetricsFile.read(Path(run) / "metrics.jsonl"))
+    except OSError as error:
+        raise SettingError(
+            f"{run} holds no metrics.jsonl that can be read ({error.strerror}); give the directory of a run that has "
+            "logged, such as runs/NAME"
+        ) from None

@@ -28,9 +28,8 @@ from lockstep.scale.published import read_rows
 from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
-from lockstep.scale.simulator import StrategyCost, simulate
+from lockstep.scale.simulator import StepTime, StrategyCost, simulate
 from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, Timing, read_profile, write_profile
-from lockstep.scale.step_time import StepTime
 from lockstep.scale.sweep import Sweep
 from lockstep.scale.systems import System, parse_system
 from lockstep.scale.table_prediction import predict_table

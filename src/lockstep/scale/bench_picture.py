@@ -50,24 +50,23 @@ def write_csv(result: BenchResult, path: Path) -> None:
     """Write each row of ``result``, with what the picture shows, as one line of a CSV file."""
     named = ("strategy", "ranks", "batch", "bucket_mb", "precision", "workers")
     of_row = ("samples_per_s", "speed_up", "efficiency", "epoch_s", "gpu_hours", "cost", "mfu", "oversubscribed")
-    parts = [f"{part}_s" for part in PARTS]
-    lines: list[list[object]] = []
-    lines.append([*named, "global_batch", "micro_batch", "step_s", "low_s", "high_s", *of_row, *parts, "failed"])
+    of_step = ("global_batch", "micro_batch", "step_s", "low_s", "high_s")
+    lines: list[dict[str, object]] = []
     for row in result.rows:
-        seen = row.measured
-        step: list[object] = (
-            ["", "", "", "", ""]
+        seen, parts = row.measured, dict.fromkeys(PARTS, "") if row.measured is None else row.measured.parts_s
+        step = (
+            ("",) * len(of_step)
             if seen is None
-            else [seen.global_batch, seen.micro_batch, seen.step_s.median, seen.step_s.low, seen.step_s.high]
+            else (seen.global_batch, seen.micro_batch, seen.step_s.median, seen.step_s.low, seen.step_s.high)
         )
         lines.append(
-            [
-                *(getattr(row.variant, name) for name in named),
-                *step,
-                *(getattr(row, name) for name in of_row),
-                *(["" for _ in PARTS] if seen is None else [seen.parts_s[part] for part in PARTS]),
-                row.failed,
-            ]
+            {
+                **{name: getattr(row.variant, name) for name in named},
+                **dict(zip(of_step, step, strict=True)),
+                **{name: getattr(row, name) for name in of_row},
+                **{f"{part}_s": parts[part] for part in PARTS},
+                "failed": row.failed,
+            }
         )
     write_table(path, lines)
 

@@ -152,7 +152,7 @@ def _made(name: str, make: Callable[[], T]) -> T:
         raise SettingError(f"{what}; compare it with others") from None
 
 
-def _require_numbers(entry: Mapping[str, Any], names: tuple[str, ...], least: float | None = None) -> None:
+def _require_numbers(entry: Mapping[str, object], names: tuple[str, ...], least: float | None = None) -> None:
     """Raises ValueError unless each is a number above 0, or from ``least``."""
     for name in names:
         value = entry[name]

@@ -13,8 +13,7 @@ from typing import Final
 
 from lockstep.errors import PlanError
 from lockstep.scale.catalogue import Catalogue, Gpu
-from lockstep.scale.small_batch import time_at
-from lockstep.scale.step_profile import StepProfile, Timing
+from lockstep.scale.step_profile import StepProfile, Timing, time_at
 
 #: Of a device's peak, what passes reach that do nothing but compute.
 _BEST_USE: Final = 0.6

@@ -13,9 +13,8 @@ from lockstep.scale.other_device import MovedProfile, for_ranks, on_gpu, with_mi
 from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import Loss, ScalingLoss, Traits, shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
-from lockstep.scale.simulator import alone_s, simulate
+from lockstep.scale.simulator import StepTime, alone_s, simulate
 from lockstep.scale.step_profile import LinkProfile, StepProfile
-from lockstep.scale.step_time import StepTime
 from lockstep.scale.systems import System, parse_system
 from lockstep.strategy_kinds import read_strategy
 

@@ -33,7 +33,7 @@ def draw_estimates(estimates: Sequence[Estimate], path: Path) -> None:
     Raises:
         SettingError: if matplotlib is not installed; the CSV file is there then.
     """
-    _write(path.with_suffix(".csv"), [_flat(one) for one in estimates])
+    write_table(path.with_suffix(".csv"), [_flat(one) for one in estimates])
     drawing = new_figure(12, 4.2)
     speed, money, fall = drawing.subplots(1, 3)
     kinds = list(dict.fromkeys((one.gpu, one.strategy) for one in estimates))
@@ -79,7 +79,7 @@ def draw_table(found: Sequence[TablePrediction], path: Path) -> None:
     Raises:
         SettingError: if matplotlib is not installed; the CSV file is there then.
     """
-    _write(path.with_suffix(".csv"), [{**one.as_dict(), "notes": "; ".join(one.notes)} for one in found])
+    write_table(path.with_suffix(".csv"), [{**one.as_dict(), "notes": "; ".join(one.notes)} for one in found])
     rows = [one for one in found if one.row.throughput]
     drawing = new_figure(9, 4.2)
     errors, sizes = drawing.subplots(1, 2)
@@ -112,8 +112,3 @@ def _flat(one: Estimate) -> dict[str, object]:
     for name in ("sources", "notes", "step_notes"):
         held[name] = "; ".join(map(str, held[name]))  # type: ignore[call-overload]
     return {**held, **{f"{part}_s": seconds for part, seconds in parts.items()}}
-
-
-def _write(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    write_table(path, [columns, *([row.get(column, "") for column in columns] for row in rows)])

@@ -11,9 +11,8 @@ from lockstep.errors import LaunchError
 from lockstep.launch import Module, Script, check_program
 from lockstep.scale.fit import divisors
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
-from lockstep.scale.small_batch import fixed_share
 from lockstep.scale.steady_state import timing, warm_up
-from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile
+from lockstep.scale.step_profile import GradientReady, LinkProfile, StepProfile, fixed_share
 from lockstep.step_record import RankRecord
 
 #: Sizes of the sums of a link profile: 4 KiB to 64 MiB, in ten steps of equal ratio.
@@ -62,17 +61,15 @@ def with_fixed_part(profile: StepProfile, smaller: StepProfile) -> StepProfile:
     return replace(profile, fixed_samples=share * profile.micro_batch)
 
 
-def profile_link(
-    program: Script | Module, ranks: int, *, settings: Mapping[str, str] | None = None, budget_s: float = 30.0
-) -> LinkProfile:
-    """Measure sums of ten sizes between ``ranks`` ranks of this machine, in at most about ``budget_s`` seconds.
+def profile_link(program: Script | Module, ranks: int, *, settings: Mapping[str, str] | None = None) -> LinkProfile:
+    """Measure sums of ten sizes between ``ranks`` ranks of this machine, in at most about 30 seconds.
 
     They are started as those of the script, which makes two steps before, so that its own devices and settings hold.
 
     Raises:
         LaunchError: if the script fails, with why.
     """
-    run = MeasuredRun(program, ranks, dict(settings or {}), 2, sum_bytes=SUM_BYTES, sum_budget_s=budget_s)
+    run = MeasuredRun(program, ranks, dict(settings or {}), 2, sum_bytes=SUM_BYTES, sum_budget_s=30.0)
     measured = measure(run)
     if isinstance(measured, FailedRun):
         raise LaunchError(f"the link of {program.name} on {ranks} ranks could not be profiled: {measured.cause}")

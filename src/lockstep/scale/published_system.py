@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import Final
 
 from lockstep.errors import SettingError
-from lockstep.scale.buckets import MIB
 from lockstep.scale.catalogue import Catalogue
 from lockstep.scale.links import Link
 from lockstep.scale.published import PublishedRow
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import simulate
-from lockstep.scale.step_profile import GradientReady, StepProfile, Timing
+from lockstep.scale.step_profile import MIB, GradientReady, StepProfile, Timing
 from lockstep.scale.systems import System
 
 _TENSORS: Final = 60  #: into which parameters are cut where a table says only how many there are

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from lockstep.errors import SettingError
-from lockstep.scale.buckets import MIB
+from lockstep.scale.step_profile import MIB
 from lockstep.strategy_kinds import read_strategy, split
 
 Reduction = Literal["exact", "fast"]

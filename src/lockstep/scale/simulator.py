@@ -3,7 +3,7 @@
     T_1 = M (data + forward + backward) + optimizer + other          M micro-batches on each rank
     T_n = T_1 + exposed communication + waiting for the slowest + what the strategy adds + a fixed term
 
-What a strategy exposes is simulated with two lanes (`two_lanes`): buckets or blocks move while later ones are computed.
+What a strategy exposes is simulated with two lanes (`TwoLanes`): buckets or blocks move while later ones are computed.
 Formulas and their sources are in docs/scale.md.
 """
 
@@ -12,24 +12,48 @@ from __future__ import annotations
 import math
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Final
 
 from lockstep.errors import PlanError
-from lockstep.scale.buckets import Bucket, buckets_of
 from lockstep.scale.links import Link
 from lockstep.scale.simulated_strategy import SimulatedStrategy
-from lockstep.scale.step_profile import GradientReady, StepProfile
-from lockstep.scale.step_time import PARTS, StepTime
+from lockstep.scale.step_profile import Bucket, GradientReady, StepProfile, buckets_of
 from lockstep.scale.systems import System
-from lockstep.scale.two_lanes import TwoLanes
 from lockstep.strategy_kinds import kind_of
 
 _MOST_BLOCKS: Final = 48  #: that fsdp gathers one after another, where the profile does not say
 #: How often PowerSGD goes over a gradient: adds what was left out, two products, subtracts; and once for each rank.
 _POWERSGD_PASSES: Final = 4
+
+
+#: What a step consists of, in the order of a waterfall: the first four are those of one device.
+PARTS: Final = (
+    *("data", "forward", "backward", "optimizer", "other"),
+    *("communication", "compression", "waiting", "bubbles", "input", "fixed"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One optimizer step on a system, in seconds; `low` and `high` hold it in nine cases of ten, as far as known."""
+
+    ranks: int
+    seconds: float
+    low: float
+    high: float
+    parts: Mapping[str, float]  #: of `PARTS`, each with its seconds; their sum is `seconds`
+    sent_bytes: float  #: by the busiest rank
+    samples: float  #: of the step, over all ranks
+    transfers: tuple[tuple[float, float], ...] = ()  #: begin and end of each within the step
+    notes: tuple[str, ...] = ()
+
+    @property
+    def samples_per_s(self) -> float:
+        """Throughput over all ranks."""
+        return self.samples / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,3 +432,47 @@ def none(profile: StepProfile, system: System, strategy: SimulatedStrategy) -> S
 def _ring(size: float, ranks: int) -> float:
     """Bytes that each rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks * size
+
+
+@dataclass(slots=True)
+class TwoLanes:
+    """Computation and communication side by side: two lanes, each with one piece of work at a time, in its order.
+
+    A schedule as it grows: works are added in the order in which they would be started. While data moves, computation
+    may be slower by a factor: gloo's threads and the script share processors, NCCL's kernels share multiprocessors.
+    Where it is not slower, this is the bucket queue of DDP:
+
+        e_k = max(e_{k-1}, r_k) + T(S_k)    the k-th exchange ends: after the one before it, and not before it is ready
+    """
+
+    contention: float = 0.0  #: how much longer computation takes while data is moving, as a part of it
+    computed_s: float = 0.0  #: when the computation so far ends
+    moved_s: float = 0.0  #: when the communication so far ends
+    transfers: list[tuple[float, float]] = field(default_factory=list)  #: begin and end of each
+    _seen: int = 0
+
+    def compute(self, seconds: float, after: float = 0.0) -> float:
+        """Compute for ``seconds``, not before ``after``; returns when it ends."""
+        now, left = max(self.computed_s, after), seconds
+        while self.contention and left > 0:
+            while self._seen < len(self.transfers) and self.transfers[self._seen][1] <= now:
+                self._seen += 1
+            if self._seen == len(self.transfers):
+                break
+            begin, end = self.transfers[self._seen]
+            free = max(0.0, begin - now)
+            if free >= left:
+                break
+            now, left = now + free, left - free
+            done = min(left, (end - now) / (1 + self.contention))
+            now, left = now + done * (1 + self.contention), left - done
+        self.computed_s = now + left
+        return self.computed_s
+
+    def move(self, seconds: float, after: float = 0.0) -> float:
+        """Let data move for ``seconds``, not before ``after``; returns when it has arrived."""
+        begin = max(self.moved_s, after)
+        self.moved_s = begin + seconds
+        if seconds > 0:
+            self.transfers.append((begin, self.moved_s))
+        return self.moved_s

@@ -81,10 +81,10 @@ def _squared_error(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in values) / len(values) ** 2
 
 
-def median_interval(rounds: Sequence[Sequence[float]], *, seed: int = 0) -> MedianInterval:
+def median_interval(rounds: Sequence[Sequence[float]]) -> MedianInterval:
     """The median of all durations of ``rounds``, none of them empty, and its interval by the bootstrap above."""
     series = [np.asarray(each, dtype=float) for each in rounds]
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     medians = [float(np.median(_drawn(series, draws))) for _ in range(_DRAWS)]
     low, high = np.quantile(medians, [(1 - _LEVEL) / 2, (1 + _LEVEL) / 2])
     median = float(np.median(np.concatenate(series)))

@@ -7,20 +7,33 @@ As a file, so that a prediction can be made elsewhere and later::
 ``step`` has the fields of `StepProfile` and ``link`` those of `LinkProfile`, under their names. A field may be added
 under the same version; a reader leaves out what it does not know. What is there keeps its name and unit as long as the
 version stays.
+
+How long a device computes on a smaller batch: a fixed cost, and one for each sample::
+
+    t(b) = F + s b,   so   t(b) / t(b0) = (b / b0 + h) / (1 + h),   h = F / (s b0)
+
+F is what does not shrink: kernels are started, weights are read, and a small batch leaves a part of the device idle.
+Seen from a batch that fills the device, h is much the same for devices whose speeds differ by ten: in MXNet's
+measurements of ResNet-50 and Inception-v3 on K80, M60 and V100 between 0.07 and 0.1 from 1 to 32 images
+(benchmarks/published/batch_sizes.csv). benchmarks/calibrate.py takes its median and its range from all published single
+GPUs with several batches. Profiles measure it: `StepProfile.fixed_samples` is F / s.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 from lockstep.errors import DataError
 from lockstep.records import from_known, read_object
 from lockstep.small_files import replace_text
 
 SCHEMA, VERSION = "lockstep-profile", 1
+MIB: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,3 +156,54 @@ def _check_link(profile: LinkProfile) -> None:
         raise ValueError("a link must have two ranks or more, and a duration for each of its sizes, which must ascend")
     if not all(0 < s < math.inf for s in (*sizes, *seconds)):
         raise ValueError("sizes and durations of a link must be above 0")
+
+
+def time_at(ratio: float, share: float) -> float:
+    """Time of a pass with ``ratio`` times the samples, over that with all; grows with ``ratio``."""
+    return (ratio + share) / (1 + share)
+
+
+def rate_at(ratio: float, share: float) -> float:
+    """Samples a second with ``ratio`` times the samples of a pass, over those with all."""
+    return ratio / time_at(ratio, share)
+
+
+def fixed_share(ratio: float, time: float) -> float:
+    """The share with which a pass of ``ratio`` times the samples, below 1, takes ``time`` times as long as the whole.
+
+    0 where it is shorter than in proportion; where it is hardly shorter at all, as if it were by a hundredth.
+    """
+    return max(0.0, (min(time, 0.99) - ratio) / (1 - min(time, 0.99))) if ratio < 0.99 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are sent as one."""
+
+    bytes: int
+    ready_s: float  #: since the backward pass began, when the last of them was there
+    gradients: int
+
+
+def buckets_of(gradients: Sequence[GradientReady], limit: float, first_limit: float | None = None) -> list[Bucket]:
+    """The buckets of ``gradients``, which are in the order in which they became ready, by DDP's own rule.
+
+    After the first step DDP lays its buckets out in that order. A bucket takes the next gradient and closes once it has
+    *reached* its limit, so that a large gradient may exceed it by far. The first bucket's limit is 1 MiB where DDP's
+    own default is used; where a script names a limit, it is that of the first one, too.
+
+    Args:
+        gradients: of one backward pass.
+        limit: bytes at which a bucket closes; infinite: all gradients are one bucket.
+        first_limit: that of the first one; None: the same.
+    """
+    buckets: list[Bucket] = []
+    size, ready, count = 0, 0.0, 0
+    for gradient in gradients:
+        size, ready, count = size + gradient.bytes, max(ready, gradient.ready_s), count + 1
+        if size >= (limit if buckets or first_limit is None else first_limit):
+            buckets.append(Bucket(size, ready, count))
+            size, count = 0, 0
+    if count:
+        buckets.append(Bucket(size, ready, count))
+    return buckets

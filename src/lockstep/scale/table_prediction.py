@@ -11,7 +11,7 @@ from lockstep.scale.catalogue import Catalogue
 from lockstep.scale.published import Comparison, PublishedRow, compare
 from lockstep.scale.published_system import precision_class, simulated_loss, system_of
 from lockstep.scale.scaling_loss import Constants, LeftOut, Loss, ScalingLoss, Traits
-from lockstep.scale.small_batch import rate_at
+from lockstep.scale.step_profile import rate_at
 
 _UNKNOWN = 0.02  #: by which an interval grows for each thing that is not known, as a part of the throughput
 

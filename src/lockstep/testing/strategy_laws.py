@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
+from lockstep.checkpoint import list_checkpoints, load_tree
 from lockstep.heartbeat import ProgressMarker, progress_marker
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
@@ -166,14 +166,14 @@ class StrategyLaws:
         case = _Case(self.strategy, dropout=self.dropout, batchnorm=self.batchnorm, rehearse=self.rehearse)
         return replace(case, **changes)
 
-    def _near(self, found: dict[str, Any], case: _Case, when: str) -> None:
+    def _near(self, found: dict[str, object], case: _Case, when: str) -> None:
         reference = _undisturbed(replace(case, strategy="none", hands_over_function=False), 1)
         if self.bits:
             assert state_hash(found) == state_hash(reference), f"{self.strategy} {when}: other bits than one rank"
             return
         self._not_far(_flat(found, case), _flat(reference, case), case, f"{when}, from one rank")
 
-    def _agrees(self, found: dict[str, Any], case: _Case, when: str) -> None:
+    def _agrees(self, found: dict[str, object], case: _Case, when: str) -> None:
         if self.worlds_agree:
             first = _undisturbed(replace(case, hands_over_function=False), self.worlds[0])
             assert state_hash(found) == state_hash(first), (
@@ -260,10 +260,15 @@ def _model(case: _Case) -> nn.Sequential:
     return model
 
 
+def _words_and_labels(seed: int) -> tuple[torch.Generator, torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
+    return random, words, labels
+
+
 def _samples() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What is learned: words, labels and weights."""
-    random = torch.Generator().manual_seed(5)
-    words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
+    random, words, labels = _words_and_labels(5)
     return words, labels, torch.randint(1, 9, (_SAMPLES,), generator=random)
 
 
@@ -344,8 +349,7 @@ def _leave_early(run: Run, case: _Case) -> None:
 
 
 def _evaluate(case: _Case) -> dict[str, float]:
-    random = torch.Generator().manual_seed(6)
-    words, labels = (torch.randint(k, n, generator=random) for k, n in ((9, (_SAMPLES, 3)), (5, (_SAMPLES,))))
+    _, words, labels = _words_and_labels(6)
     with Run(seed=3, strategy=case.strategy, peer_timeout_s=20, rehearse=case.rehearse) as run:
         model = run.model(_model(case))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
@@ -378,7 +382,7 @@ def _newest(directory: Path, step: int = _STEPS) -> dict[str, object]:
     saved = list_checkpoints(directory)
     assert saved, f"nothing was saved in {directory}"
     assert saved[0].step == step, f"the last checkpoint is of step {saved[0].step}, not of {step}"
-    tree = load_tree(saved[0].path, LOCAL)
+    tree = load_tree(saved[0].path)
     return {name: tree[name] for name in ("models", "optimizers")}
 
 

@@ -11,22 +11,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from lockstep.errors import LaunchError, MismatchError, SettingError
 from lockstep.launch import Function
 from lockstep.launch_contract import ENDS_AT, EXIT_OK, EXIT_STOPPED, SEARCH
 from lockstep.report import is_notebooks
-from lockstep.tune.record.search_directory import SearchDirectory, open_directory
-from lockstep.tune.record.worker_death import Death
+from lockstep.tune.record.search_directory import Death, Search, SearchDirectory, WorkerPlacement, open_directory
 from lockstep.tune.results.result import SearchResult, load
 from lockstep.tune.results.summary import warm_start_lines
 from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import StoppingRule
 from lockstep.tune.workers.driver import Driver, SearchRequest
-from lockstep.tune.workers.stop_signals import StopSignals
-from lockstep.tune.workers.trial_channel import RankChannel
+from lockstep.tune.workers.trial_channel import RankChannel, StopSignals
 from lockstep.world import World
 
 #: No trial begins in the last seconds of a job.
@@ -148,7 +145,7 @@ def tune(
         searched.check_some(params)
     world = World.from_env(os.environ)
     if (told := os.environ.get(SEARCH)) is not None:
-        return _as_worker(objective, searched, settings, world, json.loads(told))
+        return _as_worker(objective, searched, settings, world, WorkerPlacement.from_text(told))
     sizes = _sizes(workers, ranks_per_worker)
     if world.size == 1 and sizes is not None:
         directory = open_directory(run_dir, "search", datetime.now(), resume=resume, fresh=fresh)
@@ -186,27 +183,22 @@ def _as_worker(
     space: Space,
     settings: SearchSettings,
     world: World,
-    told: Mapping[str, Any],
+    placement: WorkerPlacement,
 ) -> SearchResult:
     """As one rank of a worker that the driver has started."""
-    directory = SearchDirectory(Path(told["directory"]))
+    directory = SearchDirectory(Path(placement.directory))
     if _carried_out:
         raise SettingError(
             f"this script calls lockstep.tune once more, after the search in {directory.path}: `lockstep tune` carries "
             "out one search. Start the script with python, where each tune(...) is a search of its own, or make it two "
             "scripts"
         )
-    settings = settings.with_options(told["options"])
-    worker, workers = int(told["worker"]), int(told["workers"])
+    search = Search(space, settings.with_options(placement.options), directory)
     # Late, for it imports torch.
     from lockstep.tune.workers.trial_ranks import open_channel
 
     with open_channel(world, by_driver=True) as (channel, stops):
-        began_s = float(told["began_s"])
-        options = told["options"]
-        is_over = _evaluate(
-            objective, space, settings, world, directory, worker, workers, channel, stops, began_s, options
-        )
+        is_over = _evaluate(objective, search, world, placement, channel, stops)
     if not is_over:
         raise SystemExit(EXIT_OK)
     _carried_out.append(directory.path)
@@ -240,23 +232,20 @@ def _alone(
                 directory = open_directory(run_dir, _script(), datetime.now(), resume=goes_on, fresh=fresh)
             worker = stack.enter_context(directory.being_worker())
             path = str(directory.path)
-        directory = SearchDirectory(Path(channel.tell(path)))
-        _evaluate(objective, space, settings, world, directory, worker, 1, channel, stops, time.time(), {})
+        path = channel.tell(path)
+        directory = SearchDirectory(Path(path))
+        placement = WorkerPlacement(path, worker, 1, time.time(), {})
+        _evaluate(objective, Search(space, settings, directory), world, placement, channel, stops)
         return load(directory.path)
 
 
 def _evaluate(
     objective: Callable[..., object],
-    space: Space,
-    settings: SearchSettings,
+    search: Search,
     world: World,
-    directory: SearchDirectory,
-    worker: int,
-    workers: int,
+    placement: WorkerPlacement,
     channel: RankChannel,
     stops: StopSignals,
-    began_s: float,
-    options: Mapping[str, Any],
 ) -> bool:
     """Evaluate trials; returns whether this worker is the one that records the end of the search."""
     # Late, for it imports torch.
@@ -264,26 +253,23 @@ def _evaluate(
     from lockstep.tune.workers.trial_ranks import Objective, evaluate_trials
 
     called = Objective.of(objective)
-    _compare_ranks(space, settings, channel)
+    directory, settings, worker = search.directory, search.settings, placement.worker
+    _compare_ranks(search.space, settings, channel)
     with contextlib.ExitStack() as stack:
         leader: SearchWorker | None = None
         if world.leads:
-            directory.begin(space, settings, workers, options)
+            directory.begin(search.space, settings, placement.workers, placement.options)
             if SEARCH not in os.environ:
                 sys.stderr.write("".join(f"{line}\n" for line in warm_start_lines(directory.settings())))
             leader = SearchWorker(
-                directory,
-                worker,
+                search,
+                placement,
                 ranks=world.size,
-                space=space,
-                settings=settings,
-                workers=workers,
                 death=Death.read(directory.worker(worker), world.generation),
-                limit_at_s=math.inf if settings.time_limit_s is None else began_s + settings.time_limit_s,
                 leave_at_s=_job_stop_at_s(),
             )
             stack.enter_context(contextlib.closing(leader))
-        is_over = evaluate_trials(directory, called, space, settings, channel, stops, leader)
+        is_over = evaluate_trials(search, called, channel, stops, leader)
         if not is_over and time.time() >= _job_stop_at_s():
             raise SystemExit(EXIT_STOPPED)
         says_so = is_over and leader is not None and directory.finish(worker, _log_bytes())
@@ -302,7 +288,8 @@ def _start_workers(
 
     def be_rank() -> None:
         try:
-            _as_worker(objective, space, settings, World.from_env(os.environ), json.loads(os.environ[SEARCH]))
+            told = WorkerPlacement.from_text(os.environ[SEARCH])
+            _as_worker(objective, space, settings, World.from_env(os.environ), told)
         except SystemExit as end:
             if end.code != EXIT_OK:
                 raise

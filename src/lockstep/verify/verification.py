@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import importlib
 import math
+import multiprocessing
 import os
 import re
+import signal
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.formatting import duration, plural
@@ -28,6 +33,7 @@ from lockstep.launch import (
     Module,
     Script,
     check_program,
+    die_with_parent,
     import_torch,
     mentions_lockstep,
     require_linux,
@@ -41,7 +47,6 @@ from lockstep.verify.plain_script import LOADED, SAVED
 from lockstep.verify.reason import Evidence, Reason, reason_of
 from lockstep.verify.result import StandsInTheWay, VerifyResult, WayResult
 from lockstep.verify.script_source import ScriptSource
-from lockstep.verify.side_by_side import side_by_side
 from lockstep.verify.surroundings import DIRECTORY
 from lockstep.verify.way import (
     MOST_RANKS,
@@ -61,6 +66,7 @@ _PASS_STEPS: Final = 4
 _OF_STEPS: Final = 0.06  # of the time, for the steps of the first run
 _KEPT: Final = 0.3  # of the time, for second passes
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 #: Of a line, and what takes its place.
 _INSTEAD: Final = (
@@ -219,7 +225,7 @@ class _Verification:
 
     def _all(self, ways: Sequence[Way]) -> list[WrittenRun]:
         """The runs of all ``ways``, several of them side by side."""
-        runs = side_by_side([partial(self._run, way, str(next(self._numbers))) for way in ways], self._side_by_side)
+        runs = _side_by_side([partial(self._run, way, str(next(self._numbers))) for way in ways], self._side_by_side)
         found: dict[int, WrittenRun] = {}
         for number, run in runs:
             found[number] = run
@@ -256,7 +262,7 @@ class _Verification:
 
     def _taken_apart(self, way: Way, reference: WrittenRun, run: WrittenRun, *, is_known: bool) -> Sequence[WayResult]:
         """The result of a way; if it differs and varies several things, those of its parts unless that ``is_known``."""
-        if self._judged(way, reference, run) is None or not way.parts or (is_known and way.varies == "ranks"):
+        if self._judged(reference, run) is None or not way.parts or (is_known and way.varies == "ranks"):
             return [self._compared(way, reference, run)]
         read = {kind for kind, _, _ in (*reference.reads, *run.reads)}
         # One after another, what lines of the script have read before the rest: the first that differs is enough.
@@ -268,7 +274,7 @@ class _Verification:
         # A script that fails in another directory, as by a path that leads out of it, is told in a note of that part.
         return found if any(one.status != "equal" for one in found) else [self._compared(way, reference, run)]
 
-    def _judged(self, way: Way, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
+    def _judged(self, reference: WrittenRun, run: WrittenRun) -> Difference | str | None:
         """The first difference, also before the run failed, or why it did; None if all is equal."""
         found = first_difference(reference.transcript, run.transcript)
         if run.end.code == EXIT_OK or (found is not None and found.what != STEPS):
@@ -284,7 +290,7 @@ class _Verification:
                 text = "it begins with other weights than it had after any step"
                 return WayResult(str(way), "differs", run.transcript.steps, place="after the kill", what=text)
             run = replace(run, transcript=moved)
-        found = self._judged(way, reference, run)
+        found = self._judged(reference, run)
         result = WayResult(str(way), "equal", run.transcript.steps, round(run.took_s, 1))
         if found is None:
             return result
@@ -380,3 +386,56 @@ def to_change(source: ScriptSource) -> tuple[StandsInTheWay, ...]:
         for pattern, instead in _INSTEAD
         if re.search(pattern, text.partition("#")[0])
     )
+
+
+def _side_by_side(tasks: Sequence[Callable[[], T]], at_once: int) -> Iterator[tuple[int, T]]:
+    """The number and the result of each task, in the order in which they end.
+
+    So many run ``at_once``, each in a copy of this process. When this is left, also by an error, none of them goes on.
+
+    Raises:
+        LaunchError: if a copy has died, or its task has failed.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting = list(enumerate(tasks))[::-1]
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                number, task = waiting.pop()
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_carry_out, args=(task, theirs, os.getpid()))
+                with warnings.catch_warnings():
+                    # Python warns of other threads, such as those of a test runner; the copy does not use them.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                theirs.close()
+                running[ours] = number, process
+            for ready in wait(list(running)):
+                assert isinstance(ready, Connection)
+                number, process = running.pop(ready)
+                with ready:
+                    try:
+                        result, error = ready.recv()
+                    except EOFError:
+                        result, error = None, "its process died"
+                process.join()
+                process.close()
+                if error:
+                    raise LaunchError(f"a run could not be made: {error}")
+                yield number, result
+    finally:
+        for connection, (_, process) in running.items():
+            connection.close()
+            process.terminate()
+            process.join()
+            process.close()
+
+
+def _carry_out(task: Callable[[], object], pipe: Connection, parent: int) -> None:
+    die_with_parent(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the original ends its copies
+    try:
+        pipe.send((task(), ""))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the original says it
+        pipe.send((None, f"{type(error).__name__}: {error}"))

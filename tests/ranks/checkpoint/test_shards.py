@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from lockstep.checkpoint import (
-    LOCAL,
     CheckpointReader,
     Checkpoints,
     LocalFileSystem,
@@ -194,7 +193,7 @@ def test_what_ranks_hold_together_comes_back_whole_on_any_number_of_ranks(tmp_pa
             assert back == [True] * len(SEEDS), ranks
     for one in list_checkpoints(tmp_path):
         checkpoint = CheckpointReader(one.path)
-        for record, tensor in paired(checkpoint.tree, load_tree(one.path, LOCAL)):
+        for record, tensor in paired(checkpoint.tree, load_tree(one.path)):
             assert checkpoint.content(record) == bits(tensor), record.path
     tensors = [tensor for one in list_checkpoints(tmp_path) for tensor in verify(one.path).tensors]
     assert max(len(tensor.pieces) for tensor in tensors) == 4, "no tensor was divided among all four ranks"

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep import cli
-from lockstep.cli.other_launchers import INSTEAD
+from lockstep.cli.run_options import INSTEAD
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
 

@@ -9,9 +9,8 @@ import pytest
 from doctor_command import DEADLINE_S, doctor
 from doctor_scripts import CLEAN, RAW, RUN, UNUSED, line_of
 from example_scripts import EXAMPLES
-from lockstep.doctor.script_facts import PassFacts, SaveFacts, ScriptFacts
+from lockstep.doctor.script_facts import PassFacts, SaveFacts, ScriptFacts, averaged_twice
 from lockstep.doctor.script_findings import ScriptSeen, Tried, judge_script, workers_wanted
-from lockstep.doctor.source_faults import averaged_twice
 from lockstep.step_record import HostWait
 
 pytestmark = pytest.mark.timeout(DEADLINE_S + 30)

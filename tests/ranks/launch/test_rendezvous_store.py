@@ -14,7 +14,7 @@ from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
 from lockstep.launch.host.timed_calls import StoppedWaiting
 from lockstep.launch.job.program_sources import source_hashes
-from lockstep.launch.job.request import Module, Nodes, Request, Script
+from lockstep.launch.job.request import Module, NodeOptions, Nodes, Request, Script
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences
 from lockstep.launch.rendezvous.join import StoreProcess, limits_of, probe
@@ -416,5 +416,5 @@ def test_it_is_found_out_why_a_host_did_not_join():
     [("2", 0, None, 0), ("2", 1, None, 10), ("1:2", 0, None, 10), ("2", 0, 3, 3), ("1:2", 4, 0, 0)],
 )
 def test_changes_that_a_user_allows_count_whatever_else_is_asked_for(nnodes, restarts, given, allowed):
-    nodes = Nodes.of(nnodes, "n1", None, None, max_changes=given)
+    nodes = Nodes.of(nnodes, "n1", None, NodeOptions(max_changes=given))
     assert limits_of(Request(Script("train.py"), max_restarts=restarts), nodes).max_changes == allowed

@@ -11,7 +11,7 @@ import pytest
 import lockstep
 from lockstep.errors import SettingError
 from lockstep.launch.host.machine import threads_of_rank
-from lockstep.launch.run_dir.memory_files import emergency_memory
+from lockstep.launch.run_dir.owned_directory import emergency_memory
 from waiting import wait_until
 
 SOURCE = str(Path(lockstep.__file__).parents[1])

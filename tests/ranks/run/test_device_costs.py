@@ -14,7 +14,7 @@ from torch import nn
 
 from device_costs import DEVICE, Costs
 from lockstep.batch import BatchPlan, MicroBatchPosition
-from lockstep.checkpoint.pinned_memory import copy_to_host, lock_pages
+from lockstep.checkpoint.tensors import copy_to_host, lock_pages
 from lockstep.collectives import Group
 from lockstep.collectives.all_reduce import _fold, open_all_reduce
 from lockstep.collectives.reduction_plan import ReductionPlans

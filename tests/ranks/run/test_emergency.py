@@ -21,7 +21,7 @@ from campaign_marks import combinations
 from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
-from lockstep.launch.run_dir.memory_files import emergency_memory
+from lockstep.launch.run_dir.owned_directory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
 from lockstep.run.recovery.emergency_files import EmergencyFiles

@@ -27,10 +27,12 @@ from lockstep.checkpoint import (
     load_part,
     load_tree,
     merge_parts,
-    pinned_memory,
     read_part_head,
 )
-from lockstep.collectives import NeighbourLink, TensorShard, open_group, single_rank_group
+from lockstep.checkpoint import (
+    tensors as checkpoint_tensors,
+)
+from lockstep.collectives import NeighbourLink, TensorShard, open_group
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.run.recovery.left_behind import _mapped
 from lockstep.run.recovery.measures_journal import Sums
@@ -107,14 +109,14 @@ def test_of_two_slots_one_is_always_whole(tmp_path, monkeypatch):
         assert tree["small"].tolist() == [step] * 3
         assert torch.equal(tree["large"], large)
         assert tree["n"] == grown
-    real = pinned_memory.foreach_copy_
+    real = checkpoint_tensors.foreach_copy_
 
     def changing(places, sources, **how):
         real(places, sources, **how)
         for source in sources:
             source.add_(1)
 
-    monkeypatch.setattr(pinned_memory, "foreach_copy_", changing)
+    monkeypatch.setattr(checkpoint_tensors, "foreach_copy_", changing)
     writer.begin(9, {}, FlatTree.of({"small": small, "large": large, "n": grown}))
     writer.finish()
     monkeypatch.undo()
@@ -285,7 +287,7 @@ def test_a_host_without_room_for_its_own_costs_a_word_and_not_the_run(tmp_path, 
     ours, theirs = socket.socketpair()
     link, told = NeighbourLink(ours, [], 0.2), []  # to one that never reads, and there is more than what is buffered
     plan = MirrorPlan(parts=2, own=frozenset({"models"}), rest=1, to=1)
-    mirror = Mirror(tmp_path / "memory", single_rank_group(), 1, plan, link, {}, lambda: 1 << 30, told.append)
+    mirror = Mirror(tmp_path / "memory", World(0, 1, 0, 1, 0, 1), plan, link, {}, lambda: 1 << 30, told.append)
     about = {"step": 1, "turn": False, "rank": 0, "ranks": 1, "identity": {}, "rows": []}
     mirror.begin({"models": torch.ones(1 << 20), "progress": 1}, about, Sums({}, {}), [])
     assert told == ["the state is not mirrored any more: [Errno 28] No space left on device"]

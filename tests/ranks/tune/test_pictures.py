@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 
 from lockstep.tune.pictures import (
+    IMPORTANCE,
     OPTUNA_TITLES,
     PICTURES,
     descent,
     draw_pictures,
-    importance,
     progress,
     timeline,
 )
@@ -40,7 +40,7 @@ def test_each_picture_is_a_whole_svg_with_its_numbers_beside_it(record, tmp_path
     paths = draw_pictures(record, tmp_path / "pictures")
     assert len(paths) == 3 * (len(PICTURES) + 1) + len(OPTUNA_TITLES)
     assert all(ElementTree.parse(path) for path in paths if path.suffix == ".svg")
-    for picture in (*PICTURES, importance.PICTURE):
+    for picture in (*PICTURES, IMPORTANCE):
         svg, table, numbers = (tmp_path / "pictures" / f"{picture.name}.{kind}" for kind in ("svg", "csv", "json"))
         assert ElementTree.parse(svg).getroot().tag == "{http://www.w3.org/2000/svg}svg"
         content = json.loads(numbers.read_text())

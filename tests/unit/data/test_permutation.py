@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from loaders import Numbers, loader_of, on_world, samples_of, steps_of
 from lockstep.batch import BatchPlan
 from lockstep.data.indexed import orders
-from lockstep.data.indexed.permutation import ComputedPermutation
+from lockstep.data.indexed.orders import ComputedPermutation
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63 - 1), st.data())

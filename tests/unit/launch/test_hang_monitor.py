@@ -10,6 +10,8 @@ from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, RankState
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
 from lockstep.launch.diagnosis.rank_places import RankPlaces
 from lockstep.launch.host.timed_calls import FileThread
+from lockstep.launch.job.request import Request, Script
+from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import LOST_ADDRESSES, STOP_REASON
 
@@ -29,12 +31,9 @@ def _monitor(channel, path, said, files, clock, **timeouts):
     return HangMonitor(
         channel,
         HangTimeouts(**timeouts),
-        None,
-        stacks=lambda rank: path / f"stacks-{rank}",
-        hangs=path / "hangs",
+        Job(Request(Script("train.py")), 1, path, "new", None, 0, "fork"),
         files=files,
         say=said.append,
-        shown=str,
         now=clock,
     )
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.launch.run_dir.run_directory import about_job, directory_of_job
 from lockstep.launch.schedulers import SCHEDULERS
-from lockstep.launch.schedulers.requeue import directory, noted
 from lockstep.launch.schedulers.scheduler import NO_SCHEDULER, Allocation, Node
 
 SLURM, SGE, PBS, _ = SCHEDULERS
@@ -18,9 +18,9 @@ class FileSystem:
         self.told = {}
 
     def start(self, given_, command, tmp_path):
-        path, on = directory(given_, tmp_path, "train", command, self.told.get)
+        path, on = directory_of_job(given_, tmp_path, "train", command, self.told.get)
         path.mkdir(exist_ok=True)
-        self.told.setdefault(path, {"starts": []})["starts"].append(noted(given_, command))
+        self.told.setdefault(path, {"starts": []})["starts"].append(about_job(given_, command))
         return path.name, on
 
 

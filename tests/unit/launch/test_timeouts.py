@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lockstep.heartbeat import BEAT_EVERY_S
 from lockstep.launch import timeouts
 from lockstep.launch.diagnosis.hang_analysis import HangTimeouts
-from lockstep.launch.job.request import Nodes, Request
+from lockstep.launch.job.request import NodeOptions, Nodes, Request
 from lockstep.launch.timeouts import NodeTimeouts, Silence
 
 SECONDS = st.floats(0.01, 1e5)
@@ -35,7 +35,7 @@ def test_a_node_ends_its_ranks_in_time_whatever_the_user_gives(lost_after_s):
     assert 3 * times.every_s < lost_after_s
     order = (0.0, times.suspect_after_s, times.leave_after_s, lost_after_s, 2 * lost_after_s, times.over_after_s)
     assert all(earlier < later for earlier, later in pairwise(order)), order
-    nodes = Nodes.of("2", "n1", None, f"lost_after={lost_after_s!r}")
+    nodes = Nodes.of("2", "n1", None, NodeOptions(f"lost_after={lost_after_s!r}"))
     assert (nodes.lost_after_s, nodes.suspect_after_s) == (lost_after_s, times.suspect_after_s)
     assert lost_after_s - times.leave_after_s <= timeouts.PEER_LOST_GRACE_S, "ranks are killed after so long anyway"
 

@@ -16,10 +16,10 @@ from calibrate import BATCHES, DATA, TABLE, counts, nested, traits
 from lockstep import cli
 from lockstep.errors import DataError
 from lockstep.scale import open_catalogue, predict_table, read_rows, shipped_loss
+from lockstep.scale.predict_report import errors_of, summarize
 from lockstep.scale.published import compare
 from lockstep.scale.published_system import system_of
 from lockstep.scale.scaling_loss import ScalingLoss, weighted_quantile
-from lockstep.scale.table_summary import errors_of, summarize
 from required_bandwidth import TABLES, UTILIZATIONS, off, required_gbits
 
 CATALOGUE = open_catalogue()

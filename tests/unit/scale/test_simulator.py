@@ -9,12 +9,9 @@ from hypothesis import strategies as st
 
 from lockstep.errors import PlanError, SettingError
 from lockstep.scale import SimulatedStrategy, System, open_catalogue, simulate
-from lockstep.scale.buckets import MIB, buckets_of
 from lockstep.scale.links import Curve, Link
-from lockstep.scale.simulator import alone_s, slowest_of
-from lockstep.scale.step_profile import GradientReady, LinkProfile
-from lockstep.scale.step_time import PARTS
-from lockstep.scale.two_lanes import TwoLanes
+from lockstep.scale.simulator import PARTS, TwoLanes, alone_s, slowest_of
+from lockstep.scale.step_profile import MIB, GradientReady, LinkProfile, buckets_of
 from lockstep.strategy_kinds import BUILT_IN
 from profiles import profile
 

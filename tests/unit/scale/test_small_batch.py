@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from calibrate import BATCHES, TABLE, batch_errors
 from lockstep.scale import read_rows, shipped_loss
-from lockstep.scale.small_batch import fixed_share, rate_at, time_at
+from lockstep.scale.step_profile import fixed_share, rate_at, time_at
 
 shares = st.floats(0, 5)
 

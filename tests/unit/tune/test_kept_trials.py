@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search.pareto import front_of
-from lockstep.tune.workers.kept_trials import KeptTrials
+from lockstep.tune.workers.search_worker import KeptTrials
 from made_trials import trial
 
 LOSSES = st.integers(1, 2).flatmap(

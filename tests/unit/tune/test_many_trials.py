@@ -11,7 +11,7 @@ import lockstep
 from lockstep.tune import Islands
 from lockstep.tune.record.journal import JournalWriter, is_within_trial, journal_file, read_search
 from lockstep.tune.record.records import LossReported
-from lockstep.tune.record.search_directory import SearchDirectory
+from lockstep.tune.record.search_directory import Search, SearchDirectory, WorkerPlacement
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker
@@ -58,10 +58,8 @@ class Lines:
 
 def worker_of(directory, space, trials, **options):
     settings = SearchSettings(trials=trials, **{"algorithm": "random", "keep_trials": 5, **options})
-    return SearchWorker(
-        SearchDirectory(directory), 0, ranks=1, space=space, settings=settings, workers=4, death=None,
-        limit_at_s=math.inf, leave_at_s=math.inf,
-    )  # fmt: skip
+    search = Search(space, settings, SearchDirectory(directory))
+    return SearchWorker(search, WorkerPlacement("", 0, 4, 0.0, {}), ranks=1, death=None, leave_at_s=math.inf)
 
 
 def evaluate(worker, trials, state="done"):

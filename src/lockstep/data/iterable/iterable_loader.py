@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from torch.utils.data import IterableDataset
 from typing_extensions import override
@@ -168,7 +167,7 @@ class IterableLoader(MicroBatchLoader):
             position = MicroBatchPosition(index, len(sizes), last, is_padding, sizes[index], samples, step)
             yield MicroBatch(position, batch)
 
-    def _open(self, dataset: IterableDataset[Any], workers: WorkerOptions) -> TorchLoader:
+    def _open(self, dataset: IterableDataset[object], workers: WorkerOptions) -> TorchLoader:
         return open_loader(
             dataset,
             self._steps,

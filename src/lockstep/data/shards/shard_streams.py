@@ -224,7 +224,7 @@ def _counts(part: Any) -> bool:
     return makes_batches or any(getattr(part, name, False) for name in _COUNTING)
 
 
-def _is_list_of_files(dataset: UserDataset, stages: list[Any]) -> bool:
+def _is_list_of_files(dataset: UserDataset, stages: list[object]) -> bool:
     return (
         bool(stages)
         and _name_of(stages[0]) == "SimpleShardList"

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from lockstep.errors import AuditError, LockstepError
-from lockstep.heartbeat import own_lines
+from lockstep.heartbeat import own_lines, user_frame
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 from lockstep.records import from_known, object_from, read_object
@@ -160,18 +160,6 @@ def first_failure(run_dir: Path) -> Failure | None:
 def _short(text: str) -> str:
     # Each of its signs may take six bytes in a message.
     return text if len(text) <= _MOST_SIGNS else f"{text[: _MOST_SIGNS // 2]}\n...\n{text[-_MOST_SIGNS // 2 :]}"
-
-
-def user_frame(error: BaseException) -> tuple[str, int]:
-    """File and line of the user's code that led to ``error``: the innermost frame outside installed packages.
-
-    Where the user's program is itself installed, the innermost frame of its own.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno or 0
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    own = own_lines([file for file, _ in frames])
-    return (own and frames[own[-1]]) or (frames or [("", 0)])[-1]
 
 
 def caught_before(error: BaseException) -> Exception | None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from lockstep.formatting import relative_path
 from lockstep.heartbeat import NOTHING, NOWHERE, Stacks, is_registered, read_stacks
 from lockstep.launch.diagnosis.error_record import HANG, Failure
 from lockstep.launch.diagnosis.hang_analysis import (
@@ -39,7 +40,7 @@ from lockstep.launch.diagnosis.hang_report import Recovered, Worker, cut_links, 
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.host import procfs
 from lockstep.launch.host.timed_calls import FileThread
-from lockstep.launch.job.request import OnHang
+from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.timeouts import ELSEWHERE_S, STACKS_S, STILL_S, WORKERS_S
 from lockstep.launch.workers.generation import Generation
 from lockstep.launch.workers.rank_messages import RankChannel
@@ -79,13 +80,11 @@ class HangMonitor:
     Args:
         channel: brings the messages of the ranks.
         timeouts: how long ranks may take.
-        on_hang: what to do then; None: end the generation if it cannot end well by itself, or if the user has said
-            how long to wait; otherwise only report.
-        stacks: where each rank writes its stacks.
-        hangs: directory for the reports.
+        job: says where ranks write their stacks, where reports are kept, and what to do then. Where the user has not
+            said it, the generation is ended if it cannot end well by itself, or if the user has said how long to wait;
+            otherwise a hang is only reported.
         files: reads and writes there.
         say: shows text to the user.
-        shown: a path as the user would write it.
         now: a clock that does not run while the host sleeps.
     """
 
@@ -93,18 +92,15 @@ class HangMonitor:
         self,
         channel: RankChannel,
         timeouts: HangTimeouts,
-        on_hang: OnHang | None,
+        job: Job,
         *,
-        stacks: Callable[[int], Path],
-        hangs: Path,
         files: FileThread,
         say: Callable[[str], None],
-        shown: Callable[[Path], str],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel: Final = channel
-        self._timeouts, self._on_hang = timeouts, on_hang
-        self._stacks, self._hangs, self._files, self._say, self._shown = stacks, hangs, files, say, shown
+        self._timeouts, self._on_hang = timeouts, job.request.on_hang
+        self._job, self._files, self._say = job, files, say
         self._now = now
         self._looked_at = 0.0
         #: The generation whose ranks are followed.
@@ -255,7 +251,7 @@ class HangMonitor:
         """Report and store all that can be known; returns the diagnosis with what the stacks have added."""
         local = [s for s in diagnosis.rank_states if s.rank not in diagnosis.hosts]
         processes = {s.rank: s.beat.process for s in local if s.beat is not None}
-        home, none = self._stacks(0).parent, dict[int, Stacks]()
+        home, none = self._job.stacks(0).parent, dict[int, Stacks]()
         stacks = self._files.ask(lambda: self._ask(processes), none, of=home, urgent=True, within_s=2 * STACKS_S)
         diagnosis = with_stacks(diagnosis, stacks)
         children = {
@@ -269,8 +265,8 @@ class HangMonitor:
             for rank, found in children.items()
         }
         text = report(diagnosis, stacks, workers, shown=self._file, source=self._source)
-        path = self._files.ask(lambda: self._keep(text, stacks, workers), None, of=self._hangs, urgent=True)
-        lines = [text, *([f"  all threads of all ranks: {self._shown(path)}"] if path else [])]
+        path = self._files.ask(lambda: self._keep(text, stacks, workers), None, of=self._job.hangs, urgent=True)
+        lines = [text, *([f"  all threads of all ranks: {relative_path(path)}"] if path else [])]
         if not ends:
             lines.append("  the run waits; --on-hang abort or --on-hang restart would end it here")
         self._say("\n".join(lines))
@@ -278,7 +274,7 @@ class HangMonitor:
 
     def _ask(self, processes: Mapping[int, int]) -> dict[int, Stacks]:
         """The stacks of the ranks with these process ids, as far as they answer."""
-        files = {rank: self._stacks(rank) for rank in processes}
+        files = {rank: self._job.stacks(rank) for rank in processes}
         before = {rank: text_of(file) for rank, file in files.items()}
         sizes = {file: _size(file) for file in files.values()}
         asked = [rank for rank, process in processes.items() if _ask_process(process)]
@@ -288,7 +284,7 @@ class HangMonitor:
     def _ask_worker(self, rank: int, process: int) -> Worker:
         state = _process_state(process)
         # It writes where its rank does, whose file it has inherited.
-        path = self._stacks(rank)
+        path = self._job.stacks(rank)
 
         def stacks() -> Stacks:
             before, size = text_of(path), _size(path)
@@ -306,9 +302,9 @@ class HangMonitor:
         for rank, children in sorted(workers.items()):
             for child in children:
                 parts += [f"--- process {child.process} of rank {rank}", child.stacks.text]
-        self._hangs.mkdir(parents=True, exist_ok=True)
-        number = 1 + len(list(self._hangs.iterdir()))
-        path = self._hangs / f"hang-{number}.txt"
+        self._job.hangs.mkdir(parents=True, exist_ok=True)
+        number = 1 + len(list(self._job.hangs.iterdir()))
+        path = self._job.hangs / f"hang-{number}.txt"
         path.write_text("\n".join(parts), encoding="utf-8")
         return path
 
@@ -316,7 +312,7 @@ class HangMonitor:
         return self._files.ask(lambda: linecache.getline(file, line).strip()[:80], "", of=Path(file))
 
     def _file(self, name: str) -> str:
-        return self._shown(Path(name))
+        return relative_path(Path(name))
 
 
 def _settle(start: Mapping[Path, int]) -> None:

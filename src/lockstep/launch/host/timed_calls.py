@@ -219,7 +219,7 @@ class FileThread:
 class _Stuck:
     """A file that did not answer."""
 
-    def __init__(self, task: Task[Any], pause_s: float, again_s: float) -> None:
+    def __init__(self, task: Task[object], pause_s: float, again_s: float) -> None:
         self.task, self.pause_s, self.again_s = task, pause_s, again_s
 
 

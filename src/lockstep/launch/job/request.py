@@ -99,6 +99,16 @@ def kind_options(program: Program) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """How the nodes of a job stay together, whichever they are; as the options of the command line say it."""
+
+    conf: str | None = None  #: times, as ``NAME=SECONDS,...``
+    max_changes: int | None = None  #: as in `Nodes`
+    spares: int = 0  #: as in `Nodes`
+    takeover: bool = False  #: as in `Nodes`
+
+
+@dataclass(frozen=True, slots=True)
 class Nodes:
     """The machines of a run on several of them, each with a launcher of its own, and where the launchers meet."""
 
@@ -133,14 +143,11 @@ class Nodes:
         nnodes: str,
         endpoint: str | None,
         run_id: str | None,
-        conf: str | None,
+        options: NodeOptions,
         *,
         node_rank: int | None = None,
         master_addr: str | None = None,
         master_port: int | None = None,
-        max_changes: int | None = None,
-        spares: int = 0,
-        takeover: bool = False,
     ) -> Self | None:
         """What torchrun's options, and some of ours, say; None for one machine, where each start finds a free port.
 
@@ -148,6 +155,7 @@ class Nodes:
             SettingError: if one of them has no meaning, or they contradict each other.
         """
         min_nodes, max_nodes = _node_range(nnodes)
+        spares, max_changes = options.spares, options.max_changes
         if node_rank is not None and not 0 <= node_rank < max_nodes:
             raise SettingError(
                 f"--node-rank {node_rank} with --nnodes {nnodes}: the first machine is 0, the last one {max_nodes - 1}"
@@ -174,8 +182,8 @@ class Nodes:
             node_rank=node_rank,
             max_changes=max_changes,
             spares=spares,
-            takeover=takeover,
-            **_rdzv_conf(conf or ""),
+            takeover=options.takeover,
+            **_rdzv_conf(options.conf or ""),
         )
 
 
@@ -270,8 +278,8 @@ class Request:
     ends_at_s: float | None = None  #: when the scheduler ends the job, in seconds since 1970; None: ask it
     start_method: StartMethod | None = None  #: None: what suits the machine
     nodes: Nodes | None = None  #: None: this machine only
-    #: How the nodes stay together, as arguments of `Nodes.of`, where not the user but a scheduler says which they are.
-    among_nodes: Mapping[str, Any] = field(default_factory=dict)
+    #: How the nodes stay together, where not the user but a scheduler says which they are.
+    among_nodes: NodeOptions = NodeOptions()
     requeue: bool = False  #: have the scheduler start the job again after a stop with a checkpoint
     everywhere: bool = True  #: in an allocation of several nodes, on all of them
     attach: int | None = None  #: the rank that has the terminal; None: the only one, where there is one

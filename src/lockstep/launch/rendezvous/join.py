@@ -100,7 +100,6 @@ def join_alone(job: Job) -> Joined:
 
 def host_job(
     job: Job,
-    nodes: Nodes,
     endpoint: Endpoint,
     listening: socket.socket,
     stack: contextlib.ExitStack,
@@ -118,6 +117,7 @@ def host_job(
         SettingError: if the secret of the run is not its user's alone, or another node has become the coordinator.
         StoppedWaiting: if ``stopped`` before the store answers.
     """
+    nodes = _nodes_of(job)
     report = NodeReport(
         uuid.uuid4().hex, socket.gethostname(), job.ranks, addresses=own_addresses(), node_rank=nodes.node_rank
     )
@@ -156,9 +156,7 @@ def host_job(
     return replace(joined, takeover=lambda files: LeaseHolder(held, claimed_s, leases, times, files))
 
 
-def join_job(
-    job: Job, nodes: Nodes, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]
-) -> Joined:
+def join_job(job: Job, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]) -> Joined:
     """Join the job of the coordinator at ``endpoint``, who is told if this node cannot take part.
 
     Raises:
@@ -167,16 +165,14 @@ def join_job(
         StoppedWaiting: if ``stopped`` before that.
     """
     try:
-        return _join(job, nodes, endpoint, say=say, stopped=stopped)
+        return _join(job, endpoint, say=say, stopped=stopped)
     except SettingError as error:
         tell_refused(endpoint, str(error))
         raise
 
 
-def _join(
-    job: Job, nodes: Nodes, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]
-) -> Joined:
-    host = socket.gethostname()
+def _join(job: Job, endpoint: Endpoint, *, say: Callable[[str], None], stopped: Callable[[], bool]) -> Joined:
+    nodes, host = _nodes_of(job), socket.gethostname()
 
     def sign(contract: JobContract) -> Signature:
         run_dir = Path(contract.run_dir)
@@ -236,6 +232,11 @@ def _listen_here(address: str, port: int) -> socket.socket:
         return listen(family, (address, port))
     except OSError:
         return listen(family, (address, 0))
+
+
+def _nodes_of(job: Job) -> Nodes:
+    assert job.request.nodes is not None, "a job of several nodes"
+    return job.request.nodes
 
 
 def _joined(job: Job, nodes: Nodes, endpoint: Endpoint, store: TcpStoreClient, report: NodeReport) -> Joined:

@@ -1,6 +1,6 @@
 """The files of a run, on disk and in memory.
 
 run_directory      logs, record, checkpoints; checked before any rank starts
-memory_files       the directory in memory in which survivors leave the state of the last finished step
-owned_directory    directories outside of the run directory, which the next launcher removes if this one is killed
+owned_directory    directories outside of the run directory, such as that in memory in which survivors leave the
+                   state of the last finished step; the next launcher removes them if this one is killed
 """

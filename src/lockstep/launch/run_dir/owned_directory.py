@@ -18,12 +18,13 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from lockstep.errors import SettingError
 from lockstep.launch.host.procfs import state
-from lockstep.launch_contract import PRIVATE
+from lockstep.launch_contract import LEFT_STATE, PRIVATE
 
 #: Where Linux keeps files in memory; a file takes memory only when it is written.
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -31,6 +32,7 @@ _NEW: Final = "new-"  # is found by nobody
 _OWNER: Final = "owner"
 _PROCESSES: Final = "processes-"
 _OF_TORCH: Final = "torch_"
+_EMERGENCY: Final = f"{PRIVATE}emergency-"
 
 
 def new_owned_directory(place: Path, prefix: str) -> tuple[Path, int]:
@@ -141,3 +143,37 @@ def _remove_new(new: Path) -> None:
     with contextlib.suppress(OSError):
         (new / _OWNER).unlink(missing_ok=True)
         new.rmdir()
+
+
+@contextlib.contextmanager
+def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path]:
+    """A new directory that only this user can read: below ``root``, or below ``run_dir`` if that is not possible.
+
+    In it the survivors of a dead rank save the state of the last finished step. It exists as long as the launcher of
+    this node, so each generation of ranks finds the states of earlier ones. If the launcher is killed, the fork server
+    removes it; if both are killed, the next launcher on this host does. What killed launchers have left in these places
+    is removed at the beginning.
+
+    Raises:
+        SettingError: if neither is possible.
+    """
+    remove_left({root, run_dir})
+    try:
+        memory, owner = new_owned_directory(root, _EMERGENCY)
+    except OSError:
+        try:
+            memory, owner = new_owned_directory(run_dir, _EMERGENCY)
+        except OSError as error:
+            raise SettingError(
+                f"ranks cannot save their last step for a restart: neither {root} nor the run directory takes a new "
+                f"directory ({error.strerror})"
+            ) from error
+    try:
+        yield memory
+    finally:
+        remove_owned_directory(memory, owner)
+
+
+def has_left_state(memory: Path, generation: int) -> bool:
+    """Whether ranks of this ``generation`` on this node have left their state when another one died."""
+    return any(memory.glob(f"*-generation-{generation}-*/{LEFT_STATE}"))

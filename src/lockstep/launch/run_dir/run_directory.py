@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,6 @@ from lockstep.launch.host.child_process import require_linux
 from lockstep.launch.host.machine import Machine, threads_of_rank
 from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, Script, StartMethod, with_option
-from lockstep.launch.schedulers.requeue import directory, goes_on, noted
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.launch_contract import RUN_FILE
 from lockstep.project_files import resolve_settings
@@ -226,14 +226,14 @@ def settle(job: Job, *, now: datetime) -> TextIO:
         "ranks": job.ranks,
         "begins": job.begins,
         "settings": _settings_before_the_script(job.request),
-        **noted(job.given, job.request.subject),
+        **about_job(job.given, job.request.subject),
         **surroundings(_source_directory(job.request), job.run_dir),
     }
     change_about_run(job.run_dir, lambda about: about["starts"].append(start))
     return lock
 
 
-def _settings_before_the_script(request: Request) -> dict[str, dict[str, Any]]:
+def _settings_before_the_script(request: Request) -> dict[str, dict[str, object]]:
     """What is known of the settings until the leader tells those of the script, too."""
     env = {**os.environ, OPTIONS_VARIABLE: json.dumps({**options_given(os.environ), **request.settings})}
     try:
@@ -331,7 +331,7 @@ def _run_dir(
         raise SettingError("--resume and --fresh contradict each other; give one of them")
     again = f"{given} was started again, so its run goes on"
     if request.run_dir is None and given.job and not request.resume:
-        path, on = directory(given, _RUNS.absolute(), request.program.stem, request.subject, about_run)
+        path, on = directory_of_job(given, _RUNS.absolute(), request.program.stem, request.subject, about_run)
         return path, "resume" if on else "fresh" if request.fresh else "new", (again,) if on else ()
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
@@ -359,7 +359,7 @@ def _run_dir(
     if request.resume:
         return run_dir, "resume", ()
     # Before --fresh: a job that began with it is not to start over each time the scheduler starts it again.
-    if goes_on(given, request.subject, about_run(run_dir)):
+    if _goes_on(given, request.subject, about_run(run_dir)):
         return run_dir, "resume", (again,)
     if request.fresh:
         return run_dir, "fresh", ()
@@ -386,7 +386,7 @@ def _unused(path: Path) -> Path:
     return free
 
 
-def _generations(run_dir: Path) -> list[Any]:
+def _generations(run_dir: Path) -> list[object]:
     return list((about_run(run_dir) or {"generations": []})["generations"])
 
 
@@ -423,3 +423,42 @@ def _locked(run_dir: Path) -> TextIO:
         # The file system has no locks.
         pass
     return lock
+
+
+About = Callable[[Path], Mapping[str, Any] | None]
+"""What a run directory says of itself; None if it is none."""
+
+
+def directory_of_job(given: Allocation, runs: Path, stem: str, subject: str, about: About) -> tuple[Path, bool]:
+    """Where this run of a job leaves its files, and whether it goes on there.
+
+    A job may start several runs, also equal ones; started again it starts them again, in the same order. So each goes
+    to the first directory of its own subject that this start of the job has not used yet.
+
+    Args:
+        given: the job.
+        runs: where run directories are.
+        stem: what the run is called after.
+        subject: what is run with which settings; what differs is another run.
+        about: reads a run directory.
+    """
+    for number in itertools.count(1):
+        path = runs / f"{stem}-job{given.job}{f'-{number}' if number > 1 else ''}"
+        if not path.exists():
+            return path, False
+        if _goes_on(given, subject, about(path)):
+            return path, True
+    raise AssertionError("counting ends")
+
+
+def _goes_on(given: Allocation, subject: str, record: Mapping[str, Any] | None) -> bool:
+    """Whether a run directory, which holds ``record``, is this run's from before its job was started again."""
+    last = record["starts"][-1] if record and record["starts"] else {}
+    mine = last.get("job") == given.job and last.get("subject") == subject
+    # Where it is not known which start this is, going on loses nothing; to begin anew would.
+    return mine and given.restarted and (not given.start or last.get("job_start") != given.start)
+
+
+def about_job(given: Allocation, subject: str) -> dict[str, object]:
+    """What a run directory is to say of a start, for `directory_of_job` to read."""
+    return {"job": given.job, "job_start": given.start, "subject": subject}

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lockstep.launch.diagnosis.error_record import Failure
-from lockstep.launch.diagnosis.hang_analysis import HeartbeatTracker
+from lockstep.launch.diagnosis.hang_analysis import HeartbeatTracker, WaitShare
 from lockstep.launch.diagnosis.rank_places import RankPlaces, merge_places
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.launch.diagnosis.wait_share import WaitShare
 from lockstep.launch.timeouts import FAILED_S
 
 

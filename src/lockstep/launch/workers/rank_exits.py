@@ -16,6 +16,7 @@ from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.host.timed_calls import FileThread
 from lockstep.launch.job.request import Module, Script
 from lockstep.launch.run_dir.run_directory import Job
+from lockstep.launch.workers.generation import Generation
 from lockstep.launch_contract import EXIT_OK, EXIT_STOPPED, FAULT_NOTES
 
 _TAIL_BYTES = 4096
@@ -23,36 +24,34 @@ _TAIL_BYTES = 4096
 
 def described_endings(
     exited: Sequence[RankExit],
+    current: Generation,
     job: Job,
-    generation: int,
     log_starts: Mapping[int, int],
     files: FileThread,
-    told: Mapping[int, Failure],
     hung: Mapping[int, Failure],
     memory_reason: Callable[[int], str],
 ) -> tuple[RankExit, ...]:
     """``exited`` with their failures, the ends of their logs, and why they may have been killed.
 
     Args:
-        exited: all ranks of this node, of one generation.
+        exited: all ranks of this node.
+        current: their generation, with the failures that the launcher heard of. The file may say more, and the launcher
+            hears more than a file system takes.
         job: whose they are.
-        generation: theirs.
         log_starts: by rank, the length of its log before this generation.
         files: reads them; what it cannot read in time is left out.
-        told: failures that the launcher heard of, by rank. The file may say more, and the launcher hears more than a
-            file system takes.
         hung: what stands for the failure of a rank that hung, by rank. What a rank says of its own accord counts more;
             that it then lost a peer, or that it had left before as if all were done, counts less.
         memory_reason: what memory has to do with it that a rank was killed.
     """
-    paths = {ending.rank: (job.log(ending.rank), job.failure(generation, ending.rank)) for ending in exited}
+    paths = {ending.rank: (job.log(ending.rank), job.failure(current.number, ending.rank)) for ending in exited}
     nothing = dict[int, tuple[Failure | None, str]]()
     read = files.ask(lambda: _read_files(paths, log_starts), nothing, of=job.logs, urgent=True)
     planned = _planned_kills(job, files)
     endings = []
     for ending in exited:
         written, tail = read.get(ending.rank, (None, ""))
-        failure = written or told.get(ending.rank)
+        failure = written or current.failures.get(ending.rank)
         if failure is None or failure.collateral or failure.ends_well:
             failure = hung.get(ending.rank, failure)
         killed = ending.status == -signal.SIGKILL

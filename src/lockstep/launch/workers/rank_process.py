@@ -32,7 +32,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from lockstep.cpu_affinity import by_core, own_cpus
 from lockstep.cpython_private import run_exit_handlers, set_temporary_directory, wait_for_threads
@@ -47,6 +47,7 @@ from lockstep.heartbeat import (
     open_channel,
     progress_marker,
     register_stacks,
+    user_frame,
 )
 from lockstep.heartbeat_message import note_to_text
 from lockstep.launch.diagnosis.error_record import (
@@ -54,7 +55,6 @@ from lockstep.launch.diagnosis.error_record import (
     Failure,
     caught_before,
     strip_own_frames,
-    user_frame,
 )
 from lockstep.launch.host.child_process import die_with_parent, name_process
 from lockstep.launch.host.machine import cpus_beside_gpus
@@ -189,7 +189,7 @@ def _inject_faults(env: Mapping[str, str]) -> None:
         FaultPlan.parse(env[FAULTS]).arm(notes, rank=int(env["RANK"]), node_rank=node, local_rank=local)
 
 
-def entry_point(program: Program) -> Callable[[], Any]:
+def entry_point(program: Program) -> Callable[[], object]:
     """What runs ``program`` as Python would, in this process; its arguments are set."""
     match program:
         case Script(name, args):

@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lockstep.launch.diagnosis.hang_analysis import HangTimeouts, Waiting
 from lockstep.launch.diagnosis.hang_monitor import Hang, HangMonitor
 from lockstep.launch.diagnosis.host_memory import MemoryTracker
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import how_it_ended
-from lockstep.launch.diagnosis.wait_share import Waiting
 from lockstep.launch.host.machine import Devices, gpu_names, without_accused
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.job.request import Executable
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
-from lockstep.launch.run_dir.memory_files import has_left_state
+from lockstep.launch.run_dir.owned_directory import has_left_state
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.timeouts import ANSWER_S, PEER_LOST_GRACE_S, TO_LEAVE_S, UNKILLABLE_S, NodeTimeouts
@@ -86,7 +86,6 @@ class WorkerGroup:
         open_fork_server: starts the process whose children the ranks are: now, and again when it has died.
         screen: for the user.
         channel: carries notes to the ranks.
-        hang_monitor: hears the ranks.
         files: reads and writes the run directory.
         terminal: of the attached rank; None: there is none.
         memory: where ranks leave what they hold when another one dies; None: nowhere.
@@ -98,19 +97,20 @@ class WorkerGroup:
         open_fork_server: Callable[[], ForkServerClient],
         screen: ScreenThread,
         channel: RankChannel,
-        hang_monitor: HangMonitor,
         files: FileThread,
         terminal: AttachedTerminal | None = None,
         memory: Path | None = None,
     ) -> None:
         self._left_in = memory
         self._job, self._screen, self._files = job, screen, files
-        self._channel, self._hang_monitor = channel, hang_monitor
+        self._channel = channel
+        timeouts = HangTimeouts(job.request.hang_after_s)
+        self._hang_monitor = HangMonitor(channel, timeouts, job, files=files, say=screen.say)
         self._open_fork_server = open_fork_server
         self._fork_server: ForkServerClient | None = open_fork_server()
         self._terminal = terminal
         #: Brings to the screen what the ranks write.
-        self.output = RankOutput(job, files, screen, hang_monitor, terminal)
+        self.output = RankOutput(job, files, screen, self._hang_monitor, terminal)
         self._parts = PartMonitor(screen.say)
         self._memory = MemoryTracker(self._fork_server.pid)
         self._next_ranks_s = 0.0
@@ -359,14 +359,7 @@ class WorkerGroup:
         failed = current.failed(now_s)
         hung = self._hang_monitor.hang_failures() if failed else {}
         current.endings = described_endings(
-            exited,
-            self._job,
-            current.number,
-            course.log_starts,
-            self._files,
-            current.failures,
-            hung,
-            self._memory.reason,
+            exited, current, self._job, course.log_starts, self._files, hung, self._memory.reason
         )
         self.devices, said = without_accused(
             self.devices, current.endings, current.ranks, lambda: gpu_names(os.environ)

@@ -15,7 +15,7 @@ Row = Mapping[str, float]
 class LogsValues(Protocol):
     """What a script may give as a tracker of its own. It may have ``close()``, too."""
 
-    def log(self, values: dict[str, float], step: int) -> Any:
+    def log(self, values: dict[str, float], step: int) -> object:
         """Take ``values``, among them ``epoch``, measured after ``step`` steps. Called from a thread of its own."""
         ...
 

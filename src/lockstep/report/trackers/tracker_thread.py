@@ -61,7 +61,7 @@ class TrackerThread:
     def __init__(
         self,
         name: str,
-        opened: Callable[[TrackerContext], Any],
+        opened: Callable[[TrackerContext], object],
         context: TrackerContext,
         record: Sequence[Row],
         say: Say,
@@ -128,7 +128,7 @@ class TrackerThread:
             self._say(f"tracker {self._name} is dropped: {self._failed}; metrics.jsonl holds all, and training goes on")
         return self._dropped
 
-    def _run(self, opened: Callable[[TrackerContext], Any]) -> None:
+    def _run(self, opened: Callable[[TrackerContext], object]) -> None:
         try:
             self._write(opened, 0, None)
             number = 0
@@ -146,7 +146,7 @@ class TrackerThread:
             hint = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
             self._failed = f"{_words_of(error)}{hint}"
 
-    def _write(self, opened: Callable[[TrackerContext], Any], number: int, row: Row | None) -> None:
+    def _write(self, opened: Callable[[TrackerContext], object], number: int, row: Row | None) -> None:
         """Have the tracker, open by then, take ``row``, the one with this ``number``; as often as may help.
 
         Raises:

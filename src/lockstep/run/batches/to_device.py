@@ -105,7 +105,7 @@ def to_device(data: Data, device: torch.device) -> Data:
     if device.type == "cpu":
         return data
 
-    def moved(leaf: object) -> Any:
+    def moved(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             return leaf.to(device, non_blocking=True)
         return leaf.to(device) if hasattr(leaf, "to") else leaf

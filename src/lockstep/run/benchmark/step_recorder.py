@@ -43,7 +43,7 @@ _SEARCH_STEPS: Final = 2
 class Clock(Protocol):
     """Marks moments."""
 
-    def now(self) -> Any:
+    def now(self) -> object:
         """This moment."""
 
     def seconds(self, start: Any, end: Any) -> float:
@@ -97,7 +97,9 @@ class RecordedStep:
     marks: list[Mark] = field(default_factory=list)
 
 
-def step_times(recorded: RecordedStep, seconds: Callable[[Any, Any], float], origin: Any, *, on_gpu: bool) -> StepTimes:
+def step_times(
+    recorded: RecordedStep, seconds: Callable[[object, object], float], origin: object, *, on_gpu: bool
+) -> StepTimes:
     """The parts of a step. Waits for other ranks count as exposed communication, wherever they were. A pure function.
 
     Args:
@@ -250,7 +252,7 @@ class StepRecorder:
             return "left out"
         return "other" if self._counted else _PARTS.get(self._phase, "other")
 
-    def _mark(self, part: Part, at: Any = None) -> None:
+    def _mark(self, part: Part, at: object = None) -> None:
         assert self._open is not None
         waited_s, cpu_s = (0.0, 0.0) if self._on_gpu else (wait_clock().seconds, time.thread_time())
         if at is not None:  # a moment that is past, whose other clocks are not known

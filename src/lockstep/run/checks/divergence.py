@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -227,7 +227,7 @@ def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
     return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def schedulers_in(kept: Mapping[str, object]) -> dict[str, Any]:
+def schedulers_in(kept: Mapping[str, object]) -> dict[str, object]:
     """The states of schedulers among what is kept: what they decide counts for all ranks."""
     return {name: state for name, state in kept.items() if isinstance(state, Mapping) and "last_epoch" in state}
 

@@ -228,7 +228,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _mark(value: Stateful) -> Any:
+def _mark(value: Stateful) -> object:
     """Something that differs if ``value`` has been changed, however it was done; waits for the GPU."""
     state = value.state_dict()
     return map_leaves(_without_values, state), checksums([tensor for _, tensor in tensors_in(state)])

@@ -23,7 +23,7 @@ class ScriptOptions:
         self._given: Final = [[_copied(group) for group in one.param_groups] for one in state.optimizers]
         self._texts: Final = optimizers_of(state.optimizers)
 
-    def settle(self, began: Sequence[Any], *, script_holds: bool) -> tuple[list[list[Any]], list[str]]:
+    def settle(self, began: Sequence[Any], *, script_holds: bool) -> tuple[list[list[object]], list[str]]:
         """After a checkpoint was loaded: give optimizers and schedulers the script's options, if these are to hold.
 
         Only what the script gives otherwise than before is set: the rest may have changed since by a schedule. Where a
@@ -59,7 +59,7 @@ class ScriptOptions:
                 _set_bases(self._schedulers(), optimizer)
         return holds, said
 
-    def _schedulers(self) -> Iterator[Any]:
+    def _schedulers(self) -> Iterator[object]:
         waiting = [*(one.scheduler for one in self._state.schedulers), *self._state.kept.values()]
         while waiting:
             one = waiting.pop()
@@ -67,7 +67,7 @@ class ScriptOptions:
             waiting += getattr(one, "_schedulers", ())
 
 
-def _copied(group: dict[str, Any]) -> dict[str, object]:
+def _copied(group: dict[str, object]) -> dict[str, object]:
     options = {name: value for name, value in group.items() if name != "params"}
     return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in options.items()}
 
@@ -105,6 +105,6 @@ def _set_bases(schedulers: Iterable[Any], optimizer: torch.optim.Optimizer) -> N
         note_learning_rates(one, [group["lr"] for group in groups])
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     return f"{number:.6g}" if isinstance(number, float) else str(number)

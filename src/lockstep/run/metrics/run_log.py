@@ -1,19 +1,39 @@
-"""The run's own record of metrics, the line in which the user sees them, and the trackers that get them, too."""
+"""The run's own record of metrics, the line in which the user sees them, and the trackers that get them, too.
+
+Also its record of a start in ``run.json``: settings, those of the script among them, and hardware.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
 
-from lockstep.errors import MismatchError
-from lockstep.report import LogsValues, MetricsFile, TrackerContext, TrackerThread, open_trackers, record_row
+from lockstep.errors import MismatchError, TrialStopped, UsageError
+from lockstep.formatting import command_line
+from lockstep.launch_contract import RUN_DIR
+from lockstep.provenance import hardware, settings_record, surroundings
+from lockstep.report import (
+    LogsValues,
+    MetricsFile,
+    TrackerContext,
+    TrackerThread,
+    about_run,
+    change_about_run,
+    open_trackers,
+    record_row,
+)
 from lockstep.run.setup.run_context import RunContext
+from lockstep.trial_contract import current_trial
 
 LoggedRow = tuple[int, int, dict[str, float]]
 """A step, an epoch, and values by name."""
@@ -151,6 +171,56 @@ class RunLog:
             tracker.close(_TRACKERS_S[ending])
 
 
+class TrialReports:
+    """Hands reported losses of a trial to the search, on the leader, and its decision to all ranks.
+
+    Args:
+        context: of the run.
+        log: where losses are recorded, too.
+        is_repeating: whether a resumed script is at what it did before the checkpoint.
+    """
+
+    def __init__(self, context: RunContext, log: RunLog, is_repeating: Callable[[], bool]) -> None:
+        self._context: Final = context
+        self._log: Final = log
+        self._is_repeating: Final = is_repeating
+        trial = current_trial()
+        self._before: Final = [] if trial is None else list(trial.reports_of_runs)
+        if trial is not None:
+            position = context.position  # and not the context, which would outlive the run with all it holds
+            trial.reports_of_runs.append(lambda: position.reports)
+
+    def report(self, loss: float | torch.Tensor) -> None:
+        """Record ``loss``, and give it to the search of which this run is a trial. Collective.
+
+        Raises:
+            TrialStopped: on all ranks, if the search stops the trial.
+        """
+        value = _number(loss)
+        # What stands in a turn before the pass that goes on runs again after a resume.
+        if self._is_repeating():
+            return
+        context, position, trial = self._context, self._context.position, current_trial()
+        before = position.reports
+        position.reports += 1
+        self._log.write({"reported": value}, position.progress.step, position.epoch_number)
+        if trial is None:
+            return
+        before += sum(reports() for reports in self._before)
+        reason = trial.report(value, before) if context.group.leads else ""
+        reason = context.group.broadcast_object(reason, "run.report")
+        if reason:
+            raise TrialStopped(f"trial {trial.number} is stopped: {reason}")
+
+
+def _number(loss: object) -> float:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return float(loss)
+    if isinstance(loss, int | float) and not isinstance(loss, bool):
+        return float(loss)
+    raise UsageError(f"run.report({loss!r}): give one number, such as run.metrics['loss']")
+
+
 def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
     """The numbers among what a script logs that are to be the same on all ranks, by name."""
     found: dict[str, int | float] = {}
@@ -173,3 +243,46 @@ def _on_screen(value: object) -> str:
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
         value = value.item()
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def record_start(context: RunContext, env: Mapping[str, str]) -> None:
+    """Record with which settings, and on what, this run starts, in ``run.json``. Collective.
+
+    Below a launcher the start stands there already. Without one, as under ``python train.py`` or torchrun, the file is
+    in the directory of the checkpoints, and the leader writes all of it.
+
+    Only of a script's first run, and of no trial of a search; a file that cannot be written stops no run.
+    """
+    directory, world, group = context.directory, context.world, context.group
+    launched = bool(env.get(RUN_DIR))
+    if directory is None or current_trial() is not None or (launched and directory != env[RUN_DIR]):
+        return
+    nodes: dict[str, Any] = {}
+    if world.nodes > 1:
+        own = {socket.gethostname(): hardware()} if world.local_rank == 0 else {}
+        for told in group.gather_objects(own, "the hardware of each node"):
+            nodes |= told
+    path = Path(directory)
+    if not group.leads or (launched and about_run(path) is None):
+        return
+
+    def change(about: dict[str, Any]) -> None:
+        if not launched:
+            about["starts"].append(_begun(path, group.size))
+        start = about["starts"][-1]
+        start["settings"] = settings_record(context.resolved)
+        start["nodes"] = {**start["nodes"], **nodes}
+
+    with contextlib.suppress(OSError, LookupError, TypeError):  # of a file that somebody has changed
+        path.mkdir(parents=True, exist_ok=True)
+        change_about_run(path, change)
+
+
+def _begun(run_dir: Path, ranks: int) -> dict[str, object]:
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    return {
+        "command": command_line(sys.orig_argv),
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "ranks": ranks,
+        **surroundings(Path(script).parent if script else Path.cwd(), run_dir),
+    }

@@ -13,7 +13,7 @@ import ast
 import inspect
 from collections.abc import Callable
 from types import CellType, CodeType, FrameType, FunctionType
-from typing import Any, Final
+from typing import Final
 
 from lockstep.data import Data
 from lockstep.loop_variables import stored
@@ -72,7 +72,7 @@ def loop_body(frame: FrameType | None) -> Callable[[Data], None] | None:
 class _Turns:
     """Calls a body, with the values that variables had after the last call."""
 
-    def __init__(self, body: FunctionType, variables: dict[str, Any]) -> None:
+    def __init__(self, body: FunctionType, variables: dict[str, object]) -> None:
         self._body: Final = body
         self._variables: Final = variables
 
@@ -94,7 +94,7 @@ def _waits_at(node: ast.AST, line: int) -> bool:
     return isinstance(node, ast.For) and node.lineno <= line <= max(node.lineno, node.body[0].lineno - 1)
 
 
-def _target(target: ast.expr, items: ast.expr, variables: dict[str, Any]) -> ast.expr | None:
+def _target(target: ast.expr, items: ast.expr, variables: dict[str, object]) -> ast.expr | None:
     """The part of a loop's variables that gets the micro-batch; None where something else may come out there."""
     match items, target:
         case ast.Call(func=ast.Name(id="enumerate"), args=[part, *_]), ast.Tuple(elts=[_, one]):
@@ -141,7 +141,7 @@ def _compiled(script: FrameType, loop: ast.For, target: ast.expr, names: list[st
     return code
 
 
-def _cells_of(script: FrameType, variables: dict[str, Any]) -> dict[str, CellType]:
+def _cells_of(script: FrameType, variables: dict[str, object]) -> dict[str, CellType]:
     if not script.f_code.co_freevars:
         return {}
     first = script.f_code.co_varnames[0] if script.f_code.co_argcount else ""

@@ -114,7 +114,7 @@ def _undo_sequence(value: Any) -> Iterator[_Undo]:
     yield undo
 
 
-def _undo_set(value: set[Any]) -> Iterator[_Undo]:
+def _undo_set(value: set[object]) -> Iterator[_Undo]:
     before = list(value)
 
     def undo() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.checkpoint import LOCAL, FlatTree, SavedTree, StateTree, load_part, load_tree, merge_parts
+from lockstep.checkpoint import FlatTree, SavedTree, StateTree, load_part, load_tree, merge_parts
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError
 from lockstep.run.recovery.newest_state import Choice, LeftState
@@ -60,7 +60,7 @@ class LeftBehind:
         for path in (Path(copy.path) for copy in copies):
             if path.exists():
                 try:
-                    tree = load_tree(path, LOCAL) if path.is_dir() else load_part(_mapped(path))
+                    tree = load_tree(path) if path.is_dir() else load_part(_mapped(path))
                     break
                 except (LockstepError, OSError, RuntimeError, ValueError) as error:
                     why_not = str(error)

@@ -36,8 +36,7 @@ class Mirror:
 
     Args:
         directory: in this host's memory, for all ranks of this host.
-        group: all ranks.
-        local_size: ranks of this host.
+        world: the place of this rank.
         plan: what this rank keeps.
         link: to other hosts; None: nothing is sent there.
         copies: what has come from there.
@@ -48,8 +47,7 @@ class Mirror:
     def __init__(
         self,
         directory: Path,
-        group: Group,
-        local_size: int,
+        world: World,
         plan: MirrorPlan,
         link: NeighbourLink | None,
         copies: Mapping[int, PartCopies],
@@ -57,8 +55,7 @@ class Mirror:
         say: Say,
     ) -> None:
         self._directory: Final = directory
-        self._rank: Final = group.rank
-        self._local_size: Final = local_size
+        self._world: Final = world
         self._plan: Final = plan
         self._link: Final = link
         self._copies: Final = copies
@@ -130,7 +127,7 @@ class Mirror:
         """The parts that this rank writes, by the name of their directory: their numbers and contents."""
         plan = self._plan
         first = own if plan.own is None else {name: value for name, value in own.items() if name in plan.own}
-        parts = {"mirror": (self._rank, FlatTree.of(first))}
+        parts = {"mirror": (self._world.rank, FlatTree.of(first))}
         if plan.rest is not None:
             rest = {name: value for name, value in own.items() if name not in first}
             parts["rest"] = (plan.rest, FlatTree.of(rest))
@@ -141,17 +138,18 @@ class Mirror:
         hosts = 1 if self._link is None else 2
         _, own = parts["mirror"]
         beside = sum(flat.size_bytes for name, (_, flat) in parts.items() if name != "mirror")
-        wanted = 2 * (hosts * self._local_size * own.size_bytes + beside)
+        ranks = hosts * self._world.local_size
+        wanted = 2 * (ranks * own.size_bytes + beside)
         # Other ranks of this node may have their files already: all of them are to find room, or none.
         taken = sum(slot.stat().st_size for kind in MIRROR_PARTS for slot in self._directory.glob(f"{kind}-*/slot-*"))
         free = taken + self._room()
         if wanted > free:
             raise OSError(
-                f"two copies of the state of {plural(hosts * self._local_size, 'rank')} take about {size(wanted)} of "
+                f"two copies of the state of {plural(ranks, 'rank')} take about {size(wanted)} of "
                 f"{self._directory.parent}, where {size(free)} may be used"
             )
         for name in parts:
-            place = self._directory / f"{name}-{self._rank:04d}"
+            place = self._directory / f"{name}-{self._world.rank:04d}"
             self._writers[name] = PartWriter(place, self._send if name == "mirror" else None)
 
     def _send(self, step: int, content: memoryview) -> None:
@@ -190,7 +188,7 @@ def open_mirror(
     names = {"carry": True, "optimizers": part.of > 1, "models": part.divides_models}
     divided = {name for name, is_divided in names.items() if is_divided}
     alone = MirrorPlan.on_its_node(group.nodes, divided, group.rank)
-    opened = partial(Mirror, directory, group, world.local_size)
+    opened = partial(Mirror, directory, world)
     if not on_two_hosts or len(set(group.nodes)) == 1:
         return opened(alone, None, {}, room, say)
     numbers = group.gather_objects(part.number, "who holds which part of the state")

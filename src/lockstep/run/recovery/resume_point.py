@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -198,7 +198,7 @@ class PointMarks:
         return _of({name: one for name, one in held.items() if _is_plain(one)}, _DEPTH)
 
 
-def _options(group: dict[str, Any]) -> list[object]:
+def _options(group: dict[str, object]) -> list[object]:
     return [_of(value, _DEPTH) for name, value in group.items() if name != "params"]
 
 

@@ -112,56 +112,49 @@ class EmergencyMemory(Emergency):
 
     Args:
         memory: the directory.
-        run_dir: where a state is written if the memory has too little room.
         group: all ranks.
-        world: the place of this rank.
+        world: the place of this rank, with the run directory, where a state is written if the memory has too little
+            room.
+        settings: of the run. The directory of its checkpoints distinguishes the runs of one script.
+        strategy: knows what this rank holds of the state after each step.
         metrics: the losses and metrics of the pass.
-        part: what this rank holds of the state after each step; None: it cannot tell by itself.
-        writes: whether ranks that survive hold the whole state together.
         say: tells the user something.
-        log_every: number of steps after which recent means are logged; None: never.
-        checkpoint: directory of the run's checkpoints, which distinguishes the runs of one script; "": the usual one.
-        on_two_hosts: whether what is mirrored is kept on another host as well; else only what is measured is.
     """
 
     def __init__(
         self,
         memory: Path,
-        run_dir: Path,
         group: Group,
         world: World,
+        settings: Settings,
+        strategy: Strategy,
         metrics: PassMetrics,
-        *,
-        part: StatePart | None,
-        writes: bool,
         say: Callable[[str], None],
-        log_every: int | None,
-        checkpoint: str = "",
-        on_two_hosts: bool = False,
     ) -> None:
+        run_dir, part = str(world.run_dir), strategy.state_part
         self._group: Final = group
         self._world: Final = world
         self._metrics: Final = metrics
-        self._log_every: Final = log_every
+        self._log_every: Final = None if settings.log_every is None else int(settings.log_every.every)
         # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
-        run = f"run-{zlib.crc32(os.fsencode(checkpoint)):08x}"  # a script may open several
-        self._files: Final = EmergencyFiles(memory, run_dir, run, f"{world.generation}-{mark}")
-        self.notes, self.part = writes, part
+        run = f"run-{zlib.crc32(os.fsencode(settings.checkpoint or run_dir)):08x}"  # a script may open several
+        self._files: Final = EmergencyFiles(memory, Path(run_dir), run, f"{world.generation}-{mark}")
+        self.notes, self.part = _outlives_a_rank(group, part), part
         self._say: Final = say
         self._journal: MeasuresJournal | None = None
         self._copied: CopiedMeasures | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
         self._step = 0  # that was noted last
         self._of_step: list[Measured] = []
-        if writes and not on_two_hosts:  # where the parts are on two hosts, so is what was measured
+        if self.notes and not settings.mirror:  # where the parts are on two hosts, so is what was measured
             self._copied = open_copied_measures(self._files.own, group, say)
-        self._refused: tuple[str, ...] = ("not tried yet",) if writes else ()  # why, of each rank; the same on all
+        self._refused: tuple[str, ...] = ("not tried yet",) if self.notes else ()  # why, of each rank; the same on all
         self.protect()
         self._mirror: Final[Mirror | None] = (
             None
             if part is None
-            else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=on_two_hosts)
+            else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=settings.mirror)
         )
 
     def protect(self) -> str:
@@ -346,19 +339,7 @@ def open_emergency(
     """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
     if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
         return Emergency()
-    return EmergencyMemory(
-        Path(env[EMERGENCY]),
-        Path(world.run_dir),
-        group,
-        world,
-        metrics,
-        part=strategy.state_part,
-        writes=writes_emergency(env, settings, group, strategy),
-        say=say,
-        log_every=None if settings.log_every is None else int(settings.log_every.every),
-        checkpoint=str(settings.checkpoint or world.run_dir),
-        on_two_hosts=settings.mirror,
-    )
+    return EmergencyMemory(Path(env[EMERGENCY]), group, world, settings, strategy, metrics, say)
 
 
 def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
@@ -367,5 +348,8 @@ def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, s
     With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
     behind its host.
     """
-    wanted, part = EMERGENCY in env and settings.emergency, strategy.state_part
-    return wanted and group.over_cpu and part is not None and part.of < group.size
+    return EMERGENCY in env and settings.emergency and _outlives_a_rank(group, strategy.state_part)
+
+
+def _outlives_a_rank(group: Group, part: StatePart | None) -> bool:
+    return group.over_cpu and part is not None and part.of < group.size

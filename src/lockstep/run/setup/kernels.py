@@ -126,7 +126,7 @@ class Kernels:
         }
         return " and ".join(name for name, is_so in said.items() if is_so)
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def backward(self) -> AbstractContextManager[object]:
         """Around a backward pass; takes about 1 us.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ class Precision:
         self._skipped = False  # whether one has
         self.scale(torch.ones((), device=device))  # torch makes the scale for the first loss, which not all ranks see
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self) -> AbstractContextManager[object]:
         """Around the forward pass and the loss of one micro-batch; casts of parameters are not kept beyond it."""
         if self.dtype is None:
             return _NO_AUTOCAST
@@ -46,7 +46,7 @@ class Precision:
         if self.dtype is not None:
             torch.clear_autocast_cache()
 
-    def backward(self) -> AbstractContextManager[Any]:
+    def backward(self) -> AbstractContextManager[object]:
         """Around the backward pass, which repeats the formats of the forward pass by itself."""
         if self.dtype is None:
             return _NO_AUTOCAST
@@ -97,11 +97,11 @@ class Precision:
         skipped, self._skipped = self._skipped, False
         return not skipped
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The loss scale; empty without one."""
         return self._scaler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Go on with the scale of `state_dict`."""
         if state and self.scales:
             self._scaler.load_state_dict(state)

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from typing_extensions import override
 
@@ -70,7 +70,7 @@ class RunCheckpointer:
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
 
-    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
+    def next_step(self) -> tuple[Path, dict[str, object] | None]:
         """Where that is, and what it says, for the checkpoint that was resumed; None without any. Collective."""
         return Path(), None
 
@@ -262,7 +262,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         self._checkpoints.note_next_step(step, content)
 
     @override
-    def next_step(self) -> tuple[Path, dict[str, Any] | None]:
+    def next_step(self) -> tuple[Path, dict[str, object] | None]:
         return (Path(), None) if self._resumed_at is None else self._checkpoints.next_step(self._resumed_at)
 
     @override

@@ -231,7 +231,7 @@ def set_variables(frame: FrameType, values: Mapping[str, object]) -> None:
     forget_snapshot(frame, held)
 
 
-def forget_snapshot(frame: FrameType, held: dict[str, Any]) -> None:
+def forget_snapshot(frame: FrameType, held: dict[str, object]) -> None:
     """Let go of what ``frame.f_locals`` gave: before Python 3.13 the frame would keep all objects in it alive."""
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         held.clear()

@@ -56,7 +56,7 @@ class Context:
     calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
 
     @functools.cached_property
-    def held(self) -> dict[str, Any]:
+    def held(self) -> dict[str, object]:
         """The variables of a function that is running."""
         return {} if self.frame is None else variables_of(self.frame)
 

@@ -109,7 +109,7 @@ class Attributes:
             moved = map_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
             held[name] = restored(held.get(name), moved)
 
-    def _values(self) -> Iterator[tuple[str, Any]]:
+    def _values(self) -> Iterator[tuple[str, object]]:
         return ((name, value) for name, value in vars(self._owner).items() if name not in self._other)
 
 

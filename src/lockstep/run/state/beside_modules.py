@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -93,7 +93,7 @@ class BesideModules:
             if isinstance(root, nn.Module) and root not in known:
                 yield from ((path, name, module) for name, module in root.named_modules() if module not in known)
 
-    def _refuse(self, module: nn.Module, _inputs: Any, where: str = "run.evaluate(...)") -> None:
+    def _refuse(self, module: nn.Module, _inputs: object, where: str = "run.evaluate(...)") -> None:
         name = self._moved.get(module)
         if name is not None and not module.training:
             model = name.partition(".")[0]

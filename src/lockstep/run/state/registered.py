@@ -263,7 +263,7 @@ def _load_one(what: str, value: Any, state: Any, load: Callable[[Any, Any], None
         ) from error
 
 
-def _load(value: Stateful, state: Any) -> None:
+def _load(value: Stateful, state: object) -> None:
     value.load_state_dict(state)
 
 

@@ -24,11 +24,11 @@ _DICTS = (dict, OrderedDict, Counter)
 class Stateful(Protocol):
     """An object that `Run.keep` takes through its own state."""
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """What to save."""
         ...
 
-    def load_state_dict(self, state: Any, /) -> Any:
+    def load_state_dict(self, state: Any, /) -> object:
         """Go on from what was saved."""
         ...
 
@@ -54,7 +54,7 @@ class PlainValue:
         _check(value, self._name)
         self.value = value
 
-    def state_dict(self) -> Any:
+    def state_dict(self) -> object:
         """The value; lists and dicts are copies."""
         _check(self.value, self._name)  # what a list holds now is not what it held when it was given
         return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, self.value)
@@ -120,7 +120,7 @@ def as_stateful(name: str, value: object) -> Stateful:
     return PlainValue(name, value)
 
 
-def exposed(kept: Stateful) -> Any:
+def exposed(kept: Stateful) -> object:
     """What the script knows ``kept`` as."""
     return kept.value if isinstance(kept, PlainValue) else kept
 
@@ -144,7 +144,7 @@ def _check(value: object, path: str) -> None:
         )
 
 
-def restored(here: object, saved: object) -> Any:
+def restored(here: object, saved: object) -> object:
     """``saved``, in what the script holds already wherever that can change in place."""
     if isinstance(here, dict) and isinstance(saved, dict):
         new = {key: restored(here.get(key), value) for key, value in saved.items()}

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from lockstep.report import new_figure, save_svg
-from lockstep.tune.pictures import descent, importance, progress, timeline
-from lockstep.tune.pictures.drawing import Figure, Picture, say_nothing, styled
+from lockstep.tune.pictures import descent, progress, timeline
+from lockstep.tune.pictures.drawing import BLUE, INK, Figure, Picture, Row, say_nothing, styled
 from lockstep.tune.record.journal import SearchRecord
-from lockstep.tune.results.importance import has_optuna
+from lockstep.tune.results.importance import LEAST, PART, RESAMPLES, has_optuna, importances
 from lockstep.tune.results.optuna_study import study_of
 
 PICTURES: Final[tuple[Picture, ...]] = (
@@ -71,5 +72,41 @@ def _draw_with_optuna(record: SearchRecord, directory: Path) -> tuple[Path, ...]
                 say_nothing(figure.subplots(), str(error).splitlines()[0])
             save_svg(figure, directory / f"{name}.svg", title)
             pyplot.close(figure)
-    own = importance.PICTURE.write(record, directory)
+    own = IMPORTANCE.write(record, directory)
     return tuple(directory / f"{name}.svg" for name in OPTUNA_TITLES) + own
+
+
+_IMPORTANCE_TITLE = "How much each parameter matters to the loss"
+
+
+def _importance_rows(record: SearchRecord) -> Sequence[Row]:
+    """One for each parameter, the most important first."""
+    return [asdict(one) for one in importances(record)]
+
+
+def _draw_importance(rows: Sequence[Row]) -> Figure:
+    """A bar for each parameter, with a line from the lower to the upper limit."""
+    figure = new_figure(6.0, 1.0 + 0.3 * max(len(rows), 2))
+    axes = figure.subplots()
+    if not rows:
+        say_nothing(axes, f"fewer than {LEAST} trials were trained to their end")
+        return figure
+    places = range(len(rows))
+    axes.barh(places, [row["share"] for row in rows], color=BLUE, height=0.6)
+    axes.hlines(places, [row["low"] for row in rows], [row["high"] for row in rows], color=INK, lw=1.5)
+    axes.set_yticks(places, [row["name"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("share of the importance")
+    axes.set_title(_IMPORTANCE_TITLE)
+    return figure
+
+
+IMPORTANCE = Picture(
+    "importance",
+    _IMPORTANCE_TITLE,
+    "PED-ANOVA (Watanabe et al. 2023) by Optuna, of the first loss of trials that were trained to their end; "
+    f"low and high: the limits of {PART:.0%} of the shares in {RESAMPLES} bootstrap samples of the trials.",
+    _importance_rows,
+    _draw_importance,
+)

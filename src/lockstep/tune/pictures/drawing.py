@@ -69,8 +69,7 @@ class Picture:
         paths = tuple(directory / f"{self.name}.{kind}" for kind in ("svg", "csv", "json"))
         with styled():
             save_svg(self.draw(rows), paths[0], self.title)
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        write_table(paths[1], [names, *([row.get(name, "") for name in names] for row in rows)])
+        write_table(paths[1], rows)
         content = {"title": self.title, "method": self.method, "rows": [_plain(row) for row in rows]}
         paths[2].write_text(json.dumps(content, indent=1, default=repr) + "\n", encoding="utf-8")
         return paths
@@ -91,19 +90,19 @@ def say_nothing(axes: Axes, why: str) -> None:
     axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color=GREY)
 
 
-def scale_losses(axes: Axes, losses: Sequence[float], which: str = "y") -> None:
+def scale_losses(axes: Axes, losses: Sequence[float]) -> None:
     """A logarithmic axis where losses are positive and far apart; few that are far off do not hide the others."""
     finite = sorted(loss for loss in losses if math.isfinite(loss))
     if not finite:
         return
-    getattr(axes, f"set_{which}label")("loss")
+    axes.set_ylabel("loss")
     low, most, high = finite[0], finite[int(0.95 * (len(finite) - 1))], finite[-1]
     if low > 0 and high > 20 * low:
-        getattr(axes, f"set_{which}scale")("log")
+        axes.set_yscale("log")
     elif high - low > 5 * (most - low) > 0:
         margin = 0.08 * (most - low)
-        getattr(axes, f"set_{which}lim")(low - margin, most + 3 * margin)
-        getattr(axes, f"set_{which}label")(f"loss (up to {high:.3g})")
+        axes.set_ylim(low - margin, most + 3 * margin)
+        axes.set_ylabel(f"loss (up to {high:.3g})")
 
 
 def legend(axes: Axes, columns: int = 4) -> None:

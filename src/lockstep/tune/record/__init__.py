@@ -1,11 +1,10 @@
 """What a search has written down, in files that outlive its workers.
 
-search_directory   the files of a search, and which workers run
+search_directory   the files of a search, which workers run, and how the ranks of a worker died
 journal, records   append-only files, one for each worker, and what a line of them says; read by others meanwhile
 improvements       when a search has become better
 trial_locks        which worker has which trial
 warm_start         what the algorithm knows from other searches
 planned_trials     trials that are bound to their numbers before these are claimed
 trial_history      trials from the records, in whatever order these are read: each is a trial
-worker_death       how the ranks of a worker died
 """

@@ -15,14 +15,15 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from lockstep.errors import SettingError
-from lockstep.records import of_kind, read_object
+from lockstep.launch import RankExit, failure_line, how_it_ended, next_generation
+from lockstep.records import JsonRecord, from_known, of_kind, read_object
 from lockstep.small_files import create_text, replace_text
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.record.planned_trials import enqueue
@@ -50,19 +51,16 @@ class SearchDirectory:
         return self.path / "workers" / f"{worker:04d}"
 
     @contextlib.contextmanager
-    def being_worker(self, worker: int | None = None) -> Iterator[int]:
-        """Hold the lock of ``worker``; None: of the first worker that does not run. Gives the worker's number.
+    def being_worker(self) -> Iterator[int]:
+        """Hold the lock of the first worker that does not run; gives the worker's number.
 
         Raises:
-            SettingError: if that worker runs already, or the file system has no locks.
+            SettingError: if the file system has no locks.
         """
-        numbers = range(10**6) if worker is None else (worker,)
-        for number in numbers:
+        number, lock = 0, self._lock(0)
+        while lock is None:
+            number += 1
             lock = self._lock(number)
-            if lock is not None:
-                break
-        else:
-            raise SettingError(f"worker {worker} of the search in {self.path} runs already; wait until it ends")
         try:
             yield number
         finally:
@@ -179,6 +177,26 @@ class SearchDirectory:
         return file if locked else None
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What is searched, how, and where it is recorded."""
+
+    space: Space
+    settings: SearchSettings
+    directory: SearchDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlacement(JsonRecord):
+    """Which worker of which search a process is a part of, as its driver tells it."""
+
+    directory: str  #: of the search
+    worker: int  #: its number
+    workers: int  #: of the search, without those that join later
+    began_s: float  #: when the driver began, in seconds since 1970
+    options: dict[str, Any]  #: settings of the command line, over those of the script
+
+
 def open_directory(
     run_dir: str | os.PathLike[str] | None, name: str, now: datetime, *, resume: bool, fresh: bool
 ) -> SearchDirectory:
@@ -277,3 +295,48 @@ def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
         return "its dimensions come in another order"
     name = names[0]
     return f"{name} was {json.dumps(before.get(name))} and is {json.dumps(now.get(name))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of one generation of a worker that failed."""
+
+    generation: int
+    at_s: float  #: seconds since 1970
+    reason: str  #: in one line
+    #: The objective raised an error, which it would raise again; False after a kill or a hang.
+    is_of_objective: bool
+
+    @classmethod
+    def of(cls, exits: Sequence[RankExit], generation: int, at_s: float) -> Self:
+        """The death of a generation whose ranks ended by ``exits``."""
+        failure = failure_line(exits)
+        return cls(generation, at_s, failure.text, failure.raised)
+
+    @classmethod
+    def within_trial(cls, worker_dir: Path, at_s: float) -> Self:
+        """The death of a worker whose objective has ended the process as if all were well."""
+        reason = "the objective ended its process with exit code 0"
+        return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=True)
+
+    @classmethod
+    def of_launcher(cls, worker_dir: Path, code: int, at_s: float) -> Self:
+        """The death of a worker whose launcher has ended with ``code`` in the middle of a trial, and its ranks with it.
+
+        A trial may do that to its launcher, and would do it again at each attempt.
+        """
+        reason = f"the launcher of its worker {how_it_ended(code)}"
+        return cls(next_generation(worker_dir) - 1, at_s, reason, is_of_objective=False)
+
+    def write(self, worker_dir: Path) -> None:
+        """Write it into the run directory of the worker."""
+        replace_text(worker_dir / "death.json", json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, worker_dir: Path, generation: int) -> Self | None:
+        """How the generation before ``generation`` died; None if it did not die, or was stopped."""
+        try:
+            death = from_known(cls, read_object(worker_dir / "death.json"))
+        except (OSError, ValueError):
+            return None
+        return death if death.generation == generation - 1 else None

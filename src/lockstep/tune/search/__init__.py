@@ -3,11 +3,10 @@
 dimensions, space     what is searched: Float, Int, Choice, Bool; points and their parameters
 individual            a point, and a point with its losses
 algorithm             the protocol: observe, forget, propose
-algorithms            words such as "auto" to algorithms
+algorithms            words such as "auto" to algorithms; an operator as an algorithm
 population            individuals from the best to the worst
 operators             selection, crossover, mutation, initialisation and how they are put together
 bayesian              the default: models of the loss (gaussian_process) beside evolution
-evolving              an operator as an algorithm; Propulate's default
 islands               who breeds where, who moves
 """
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from lockstep.tune.search.algorithm import Proposal
 from lockstep.tune.search.cma_es import reflected
-from lockstep.tune.search.evolution import MOVES, Elite, Evolution
+from lockstep.tune.search.evolution import MOVES, Elite, Evolution, drawn_by_reward
 from lockstep.tune.search.gaussian_process import (
     Array,
     GaussianProcess,
@@ -144,10 +144,8 @@ class BayesianEvolution:
 
     def _drawn(self, random: np.random.Generator) -> str:
         """One of those that propose, by its reward."""
-        names = list(self._rewards)
-        earned = np.array(list(self._rewards.values())) + 0.02
-        parts = _EVEN / len(names) + (1 - _EVEN) * earned / earned.sum()
-        return names[min(int(np.searchsorted(np.cumsum(parts), random.random())), len(names) - 1)]
+        count = len(self._rewards)
+        return drawn_by_reward(self._rewards, np.ones(count), 0.02, _EVEN / count, random)
 
     def _is_affordable(self) -> bool:
         """Whether the models of this search, had each trial been proposed by one, took little beside the trials.

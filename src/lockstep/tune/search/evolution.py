@@ -129,6 +129,19 @@ MOVES: Final[Mapping[str, tuple[Breed, int]]] = {
 }
 
 
+def drawn_by_reward(
+    rewards: Mapping[str, float], weights: Array, more: float, least: float, random: np.random.Generator
+) -> str:
+    """One of the names of ``rewards``, each by its reward plus ``more``, times its weight.
+
+    The part of none is below ``least``.
+    """
+    earned = weights * (np.array(list(rewards.values())) + more)
+    parts = least * weights + (1 - least * weights.sum()) * earned / earned.sum()
+    index = int(np.searchsorted(np.cumsum(parts), random.random()))
+    return list(rewards)[min(index, len(rewards) - 1)]
+
+
 class Evolution:
     """Evolution by several moves; see the module.
 
@@ -177,11 +190,7 @@ class Evolution:
     def _drawn_move(self, random: np.random.Generator) -> str:
         """Each by its reward times its weight, none below its least part."""
         weights = np.array([MOVES[name][1] if name in MOVES else 1 for name in self._rewards], dtype=float)
-        earned = weights * (np.array(list(self._rewards.values())) + 1e-3)
-        parts = LEAST * weights + (1 - LEAST * weights.sum()) * earned / earned.sum()
-        index = int(np.searchsorted(np.cumsum(parts), random.random()))
-        names: list[str] = list(self._rewards)
-        return names[min(index, len(names) - 1)]
+        return drawn_by_reward(self._rewards, weights, 1e-3, LEAST, random)
 
     def _reward(self, individual: Individual) -> float:
         ranked = self._population.ranked

@@ -2,8 +2,6 @@
 
 driver             starts the workers of this machine and watches them
 search_worker      the leader of one worker: chooses the next trial (breeding), writes down what happens to it
-kept_trials        which trials keep their checkpoints
 trial_ranks        each rank of a worker: evaluates one trial after another
-trial_channel      how the ranks of a worker agree on a trial and its outcome
-stop_signals       signals that ask a worker to stop
+trial_channel      how the ranks of a worker agree on a trial and its outcome; signals that ask it to stop
 """

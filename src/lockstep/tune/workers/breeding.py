@@ -9,9 +9,7 @@ import numpy as np
 
 from lockstep.tune.record.trial import Trial
 from lockstep.tune.search import (
-    AlgorithmFactory,
     Individual,
-    Islands,
     Move,
     Point,
     Proposal,
@@ -21,6 +19,7 @@ from lockstep.tune.search import (
     plan_emigration,
     plan_replacement,
 )
+from lockstep.tune.search_settings import SearchSettings
 
 
 class Breeding:
@@ -31,10 +30,7 @@ class Breeding:
 
     Args:
         space: what is searched.
-        islands: how the search is divided.
-        algorithm: of all islands; None: what ``islands`` says.
-        objectives: number of losses of an individual.
-        seed: of the search.
+        settings: of the search.
         worker: the number of this worker.
         workers: number of workers of the search.
         known: from other searches; each island breeds from them, and they move nowhere.
@@ -43,21 +39,19 @@ class Breeding:
     def __init__(
         self,
         space: Space,
-        islands: Islands,
-        algorithm: str | AlgorithmFactory | None,
+        settings: SearchSettings,
         *,
-        objectives: int,
-        seed: int,
         worker: int,
         workers: int,
         known: Iterable[Individual] = (),
     ) -> None:
+        islands, algorithm = settings.islands, settings.algorithm
         self.island: Final = islands.island_of(worker)
         self._space: Final = space
-        self._islands, self._seed, self._worker, self._workers = islands, seed, worker, workers
+        self._islands, self._seed, self._worker, self._workers = islands, settings.seed, worker, workers
         spec = islands.algorithm_of(self.island) if algorithm is None else algorithm
         here = max(1, len(islands.workers_of(self.island, workers)))
-        self._algorithm = make_algorithm(spec, space, objectives=objectives, worker=worker, workers=here)
+        self._algorithm = make_algorithm(spec, space, objectives=settings.objectives, worker=worker, workers=here)
         if known := list(known):
             self._algorithm.observe(known)
         self._residents = Residents()

@@ -11,7 +11,6 @@ hangs, so a failure in one worker does not disturb the others.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -46,8 +45,7 @@ from lockstep.launch import (
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
 from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
-from lockstep.tune.record.search_directory import SearchDirectory
-from lockstep.tune.record.worker_death import Death
+from lockstep.tune.record.search_directory import Death, SearchDirectory, WorkerPlacement
 from lockstep.tune.results.live_views import choose_search_view, watch_search
 from lockstep.tune.results.result import SearchResult
 from lockstep.tune.results.summary import warm_start_lines
@@ -208,15 +206,13 @@ class Driver:
     def _start(self, spec: WorkerSpec) -> None:
         env = {
             **os.environ,
-            SEARCH: json.dumps(
-                {
-                    "directory": str(self._directory.path),
-                    "worker": spec.number,
-                    "workers": self._request.workers or len(self._request.ranks),
-                    "options": dict(self._request.options),
-                    "began_s": self._began_s,
-                }
-            ),
+            SEARCH: WorkerPlacement(
+                directory=str(self._directory.path),
+                worker=spec.number,
+                workers=self._request.workers or len(self._request.ranks),
+                began_s=self._began_s,
+                options=dict(self._request.options),
+            ).to_text(),
             **({} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)}),
         }
         self._starts.setdefault(spec, []).append(_length(journal_file(self._directory.path, spec.number)))

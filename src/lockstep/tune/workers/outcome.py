@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, SupportsFloat
 
-from lockstep.heartbeat import own_lines
+from lockstep.heartbeat import user_frame
 from lockstep.peer_failure import is_peer_failure
 from lockstep.records import JsonRecord
 
@@ -68,9 +67,7 @@ class Outcome(JsonRecord):
     @classmethod
     def of_error(cls, error: BaseException) -> Self:
         """The outcome of an objective that raised ``error``."""
-        frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        own = own_lines([file for file, _ in frames])
-        file, line = frames[own[-1]] if own else (frames or [("", 0)])[-1]
+        file, line = user_frame(error)
         message = str(error).strip().splitlines()
         said = type(error).__name__ + (f": {message[0]}" if message else "")
         place = f"{file.rpartition('/')[2]}:{line}"

@@ -8,12 +8,13 @@ claims say which trials it had begun.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import heapq
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -25,17 +26,16 @@ from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import JournalReader, JournalWriter, collector_paused
 from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
-from lockstep.tune.record.search_directory import SearchDirectory
+from lockstep.tune.record.search_directory import Death, Search, WorkerPlacement
+from lockstep.tune.record.trial import Trial
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
-from lockstep.tune.record.worker_death import Death
 from lockstep.tune.results.result import rank_of
-from lockstep.tune.search import Move, Point, Proposal, Space
-from lockstep.tune.search_settings import SearchSettings
+from lockstep.tune.search import Move, Point, Proposal
+from lockstep.tune.search.pareto import dominates_losses
 from lockstep.tune.stopping import EndedCurves, OtherTrials, make_stopping
 from lockstep.tune.workers.breeding import Breeding
-from lockstep.tune.workers.kept_trials import KeptTrials
 from lockstep.tune.workers.outcome import Outcome
 
 
@@ -55,15 +55,11 @@ class SearchWorker:
     """Chooses trials for one worker and writes its journal; on the leader of the worker.
 
     Args:
-        directory: of the search.
-        worker: number of the worker.
+        search: what is searched.
+        placement: which worker it is.
         ranks: number of ranks of the worker.
-        space: what is searched.
-        settings: of the search.
-        workers: number of workers of the search, without those that join later.
         death: how the worker's last generation died; None: this is the first one, or the last one was stopped.
-        limit_at_s: the time limit of the search, after which no trial begins, in seconds since 1970.
-        leave_at_s: likewise of this worker alone, whose job ends.
+        leave_at_s: when no trial begins any more, for the job of this worker ends; in seconds since 1970.
         now: seconds since 1970.
 
     Raises:
@@ -72,28 +68,27 @@ class SearchWorker:
 
     def __init__(
         self,
-        directory: SearchDirectory,
-        worker: int,
+        search: Search,
+        placement: WorkerPlacement,
         *,
         ranks: int,
-        space: Space,
-        settings: SearchSettings,
-        workers: int,
         death: Death | None,
-        limit_at_s: float,
         leave_at_s: float,
         now: Callable[[], float] = time.time,
     ) -> None:
+        directory, space, settings = search.directory, search.space, search.settings
         self._directory, self._ranks = directory, ranks
-        self._worker, self._workers = worker, workers
+        self._worker, self._workers = placement.worker, placement.workers
         self._space, self._settings, self._death = space, settings, death
-        self._limit_at_s, self._leave_at_s, self._now = limit_at_s, leave_at_s, now
+        self._leave_at_s, self._now = leave_at_s, now
+        limit_s = settings.time_limit_s
+        self._limit_at_s = math.inf if limit_s is None else placement.began_s + limit_s  # in seconds since 1970
         self._stopping = make_stopping(settings.stopping)
         self._warm_start: Final = WarmStart.read(directory.path, space)
         self._breeding = self._new_breeding()
         self._improvements, self._kept, self._curves = self._new_views()
         with contextlib.ExitStack() as stack:
-            self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, worker)))
+            self._writer: Final = stack.enter_context(contextlib.closing(JournalWriter(directory.path, self._worker)))
             self._claims: Final = stack.enter_context(contextlib.closing(TrialClaims(directory.path)))
             self._reader: Final = stack.enter_context(contextlib.closing(JournalReader(directory.path)))
             self._open: Final = stack.pop_all()
@@ -104,7 +99,7 @@ class SearchWorker:
         self._moves: list[Move] = []  # that it has been given
         with collector_paused():
             self._learn()
-        self._unfinished = self._claimed_before(worker)
+        self._unfinished = self._claimed_before(self._worker)
         self._began_s = 0.0  # when the current attempt began
 
     @property
@@ -278,13 +273,9 @@ class SearchWorker:
 
     def _new_breeding(self) -> Breeding:
         """Breeding that has learnt of no trial."""
-        settings = self._settings
         return Breeding(
             self._space,
-            settings.islands,
-            settings.algorithm,
-            objectives=settings.objectives,
-            seed=settings.seed,
+            self._settings,
             worker=self._worker,
             workers=self._workers,
             known=self._warm_start.individuals(),
@@ -412,3 +403,48 @@ def _move(record: MovePlanned) -> Move:
         record.step,
         record.replaced_by,
     )
+
+
+class KeptTrials:
+    """Which trials keep their checkpoints now: the best ones and, of several losses, those on the front.
+
+    Trials end in any order. A trial costs what ``most`` or the front has.
+
+    Args:
+        most: how many of the best ones are kept.
+        objectives: number of losses; of several, the front is kept, too.
+    """
+
+    def __init__(self, most: int, objectives: int) -> None:
+        self._most, self._has_front = most, objectives > 1 and most > 0
+        self._best: list[tuple[tuple[float, bool, float, int], int]] = []
+        self._front: dict[int, tuple[float, ...]] = {}
+        self._dropped: set[int] = set()  # were kept, and have not been taken
+
+    def add(self, trials: Iterable[Trial]) -> None:
+        """These have ended."""
+        for trial in trials:
+            if not trial.losses:
+                continue
+            bisect.insort(self._best, (rank_of(trial), trial.number))
+            self._dropped |= {number for _, number in self._best[self._most :]} - {trial.number}
+            del self._best[self._most :]
+            if self._has_front and not trial.violation:
+                self._add_to_front(trial)
+
+    def _add_to_front(self, trial: Trial) -> None:
+        if any(dominates_losses(losses, trial.losses) for losses in self._front.values()):
+            return
+        beaten = {number for number, losses in self._front.items() if dominates_losses(trial.losses, losses)}
+        self._front = {number: losses for number, losses in self._front.items() if number not in beaten}
+        self._front[trial.number] = trial.losses
+        self._dropped |= beaten
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._front or any(number == kept for _, kept in self._best)
+
+    def take_dropped(self, needed: set[int | None]) -> set[int]:
+        """Those that were kept and are not any more, each once; those that are ``needed`` stay until a later call."""
+        gone = {number for number in self._dropped if number not in self and number not in needed}
+        self._dropped &= needed
+        return gone

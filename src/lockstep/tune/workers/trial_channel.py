@@ -7,13 +7,18 @@ leader      verdict 7 ────────────►  the others      w
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
-from collections.abc import Callable
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Final, Literal, Protocol
 
 from typing_extensions import override
 
 from lockstep.collectives import KeyValueStore
+from lockstep.launch import without_ignored_hangup
 from lockstep.tune.workers.outcome import Outcome
 
 #: How the ranks continue after a trial.
@@ -25,6 +30,7 @@ _GRACE_S = 3.0
 _LEAVE_S = 0.5
 _A_DAY_S = 86400.0
 _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
 class RankChannel(Protocol):
@@ -62,7 +68,6 @@ class StoreRankChannel(RankChannel):
         rank: of this process.
         size: number of ranks.
         stops: returns whether this rank was asked to stop; then it does not wait for the others any more.
-        clock: in seconds.
     """
 
     def __init__(
@@ -71,10 +76,9 @@ class StoreRankChannel(RankChannel):
         rank: int,
         size: int,
         stops: Callable[[], bool],
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._stops, self._clock = stops, clock
+        self._stops = stops
         self._number = -1  # of what was told last
         self._old: list[str] = []  # keys that all have read
 
@@ -114,7 +118,7 @@ class StoreRankChannel(RankChannel):
     def _outcomes(self, own: Outcome) -> list[Outcome]:
         """The outcomes of all ranks, or only of some if one has failed and others do not answer."""
         found: dict[int, Outcome] = {0: own}
-        failed_at_s = self._clock() if _is_bad(own) else None
+        failed_at_s = time.monotonic() if _is_bad(own) else None
 
         def have_come() -> bool:
             nonlocal failed_at_s
@@ -122,19 +126,19 @@ class StoreRankChannel(RankChannel):
                 if rank not in found and self._store.is_set(key := f"{self._number}/outcome/{rank}"):
                     found[rank] = Outcome.from_text(self._store.get(key, _GRACE_S))
                     if _is_bad(found[rank]) and failed_at_s is None:
-                        failed_at_s = self._clock()
-            waited_s = 0.0 if failed_at_s is None else self._clock() - failed_at_s
+                        failed_at_s = time.monotonic()
+            waited_s = 0.0 if failed_at_s is None else time.monotonic() - failed_at_s
             return len(found) == self._size or waited_s > _GRACE_S
 
         self._wait(have_come, _A_DAY_S)
         return [found[rank] for rank in sorted(found)]
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        until_s, (pause_s, longest_s) = self._clock() + timeout_s, _POLL_S
+        until_s, (pause_s, longest_s) = time.monotonic() + timeout_s, _POLL_S
         while not condition():
             if self._stops():
-                until_s = min(until_s, self._clock() + _LEAVE_S)
-            if self._clock() > until_s:
+                until_s = min(until_s, time.monotonic() + _LEAVE_S)
+            if time.monotonic() > until_s:
                 return False
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, longest_s)
@@ -154,3 +158,54 @@ def _verdict(outcomes: list[Outcome]) -> Verdict:
         return "well"
     alike = len(states) == 1 and len({outcome.place for outcome in outcomes}) == 1
     return "renew" if alike and states <= {"failed", "interrupted"} else "end"
+
+
+class Interrupted(BaseException):
+    """A signal asks to stop while no `Run` is open that would save a checkpoint first."""
+
+
+class StopSignals:
+    """Handles signals that ask a worker to stop while no `Run` is open, which handles them itself.
+
+    Args:
+        by_driver: a driver has started this worker, and would ask it to stop before it interrupts it; else it is its
+            user who presses Ctrl-C.
+    """
+
+    def __init__(self, *, by_driver: bool) -> None:
+        self.asked = False
+        self._by_driver: Final = by_driver
+        self._interrupts = False
+
+    def means_stop(self, error: BaseException) -> bool:
+        """Whether ``error``, which the objective has raised, asks the worker to stop, and not this trial to fail."""
+        if isinstance(error, KeyboardInterrupt):
+            return self.asked or not self._by_driver
+        return isinstance(error, Interrupted)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within, a signal sets ``asked``. Python allows it in the main thread only; elsewhere nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in without_ignored_hangup(_STOP_SIGNALS)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Within, a signal also raises `Interrupted`: without a `Run` there is nothing to save first."""
+        self._interrupts = True
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if self._interrupts:
+            raise Interrupted(signal.Signals(number).name)

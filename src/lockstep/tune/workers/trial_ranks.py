@@ -18,13 +18,10 @@ from lockstep.script_end import closing
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import Settings
 from lockstep.trial_contract import CurrentTrial, evaluating
-from lockstep.tune.record.search_directory import SearchDirectory
-from lockstep.tune.search import Space
-from lockstep.tune.search_settings import SearchSettings
+from lockstep.tune.record.search_directory import Search
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker, TrialOrder
-from lockstep.tune.workers.stop_signals import StopSignals
-from lockstep.tune.workers.trial_channel import RankChannel, SingleRankChannel, StoreRankChannel
+from lockstep.tune.workers.trial_channel import RankChannel, SingleRankChannel, StopSignals, StoreRankChannel
 from lockstep.world import World
 
 #: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
@@ -73,10 +70,8 @@ class TrialRank:
     """One rank of a worker.
 
     Args:
-        directory: of the search.
+        search: what is searched.
         objective: what is minimised.
-        space: what is searched.
-        settings: of the search.
         leader: chooses and records trials, on rank 0 of the worker; None on the others.
         channel: to the other ranks.
         connections: of the runs; a trial uses those of the trial before.
@@ -85,16 +80,15 @@ class TrialRank:
 
     def __init__(
         self,
-        directory: SearchDirectory,
+        search: Search,
         objective: Objective,
-        space: Space,
-        settings: SearchSettings,
         leader: SearchWorker | None,
         channel: RankChannel,
         connections: Connections,
         stops: StopSignals,
     ) -> None:
-        self._directory, self._objective, self._space, self._settings = directory, objective, space, settings
+        self._objective = objective
+        self._directory, self._space, self._settings = search.directory, search.space, search.settings
         self._leader, self._channel, self._connections = leader, channel, connections
         self._stops = stops
         self._stopped = ""  # why the current trial is to stop; on the leader
@@ -192,10 +186,8 @@ def open_channel(world: World, *, by_driver: bool) -> Iterator[tuple[RankChannel
 
 
 def evaluate_trials(
-    directory: SearchDirectory,
+    search: Search,
     objective: Objective,
-    space: Space,
-    settings: SearchSettings,
     channel: RankChannel,
     stops: StopSignals,
     leader: SearchWorker | None,
@@ -209,5 +201,5 @@ def evaluate_trials(
         SystemExit: as `TrialRank.run` does.
     """
     with keeping_connections() as connections:
-        TrialRank(directory, objective, space, settings, leader, channel, connections, stops).run()
+        TrialRank(search, objective, leader, channel, connections, stops).run()
     return channel.tell("over" if leader is not None and leader.is_over else "") == "over"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
 from lockstep.tune.search import Choice, Float, Individual, Int, Proposal, Space
-from lockstep.tune.search.evolving import Evolving, propulate_operator
+from lockstep.tune.search.algorithms import Evolving, propulate_operator
 from lockstep.tune.search.operators import (
     Cascade,
     Conditional,
