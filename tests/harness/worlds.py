@@ -1,5 +1,6 @@
 """Many short runs in one launch of real ranks."""
 
+import functools
 import importlib
 import os
 import pickle
@@ -8,14 +9,19 @@ import traceback
 import pytest
 import torch.distributed as dist
 
+from lockstep.run.proofs import replay_series
 from lockstep.testing import run_ranks
 
 # A rank that parts ways with the others is told so by a deadline, for its process lives on to the next run.
 PEER_TIMEOUT_S = "30"
+# Of the bodies that a run's first step tries again: each of its micro-batches twice. All of them are most of the time
+# of a run of a few steps: tests of these bodies themselves use `on_world_trying_all`.
+TRIED = 8
 
 
-def in_turn(calls):
+def in_turn(calls, tried=TRIED):
     """On a rank: the result of each ``function(*args)``, or the traceback of what it raised, in their order."""
+    replay_series.MOST = tried
     results = []  # as bytes: weights that a running function holds would be those of the next call's script
     for function, *args in calls:
         try:
@@ -27,11 +33,14 @@ def in_turn(calls):
     return [pickle.loads(result) for result in results]
 
 
-def on_world(size, calls, timeout_s=200, env=None):
+def on_world(size, calls, timeout_s=200, env=None, tried=TRIED):
     """`in_turn` on ``size`` ranks; for each call what the ranks returned, by rank."""
     env = {"LOCKSTEP_PEER_TIMEOUT_S": PEER_TIMEOUT_S, **(env or {})}
-    by_rank = run_ranks(in_turn, size, calls, timeout_s=timeout_s, env=env)
+    by_rank = run_ranks(in_turn, size, calls, tried, timeout_s=timeout_s, env=env)
     return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+on_world_trying_all = functools.partial(on_world, tried=replay_series.MOST)
 
 
 def under_own(variables, module, function):

@@ -89,13 +89,14 @@ def user_frame(error: BaseException) -> tuple[str, int]:
 
 
 def _holds_packages(directory: str) -> bool:
+    if not _has_dist_info(directory):
+        return False
     # What lies beside the program is the user's, whatever has been installed there, too.
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    beside = False
     # The working directory, to which they may be relative, may have been removed.
     with contextlib.suppress(FileNotFoundError):
-        beside = main is not None and Path(main).absolute().parent == Path(directory).absolute()
-    return not beside and _has_dist_info(directory)
+        return main is None or Path(main).absolute().parent != Path(directory).absolute()
+    return True
 
 
 @functools.cache

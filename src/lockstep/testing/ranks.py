@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -244,6 +245,7 @@ class _ProcessSetup:
 def _run_as_rank(pipe: Connection, setup: _ProcessSetup, home: tuple[str, str | None], call: bytes) -> None:
     """Call the function and tell how it ended; then leave at once, for peers wait until this process is gone."""
     os.setpgid(0, 0)
+    gc.freeze()  # what is loaded here will not become garbage: no search for garbage or for referrers goes through it
     _end_with_parent()
     # As in a process that was started by hand: loader processes are copies, in no need of a server of their own.
     multiprocessing.set_start_method(None, force=True)

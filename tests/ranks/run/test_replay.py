@@ -18,7 +18,7 @@ from lockstep.batch import BatchPlan, StepCheck
 from lockstep.data.indexed.sampling import AuditedSteps, CheckedSteps, checked, epoch_positions
 from lockstep.run.proofs.replay import CheckSchedule
 from lockstep.testing import state_hash
-from worlds import on_world
+from worlds import on_world_trying_all as on_world
 
 X = torch.sin(torch.arange(48.0)).view(24, 2)
 SIZES = {"global_batch": 8, "micro_batch": 2}

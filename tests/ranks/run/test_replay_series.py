@@ -24,7 +24,7 @@ from lockstep.run import Run
 from lockstep.run.proofs.loop_body import LeftLoop, loop_body
 from lockstep.run.proofs.script_snapshot import ScriptSnapshot
 from lockstep.testing import state_hash
-from worlds import on_world
+from worlds import on_world_trying_all as on_world
 
 X = torch.sin(torch.arange(64.0)).view(32, 2)
 Y = (torch.arange(32) % 2).long()
