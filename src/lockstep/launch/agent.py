@@ -33,6 +33,7 @@ from lockstep.launch.diagnosis.root_cause import (
 )
 from lockstep.launch.host.child_process import without_ignored_hangup
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
+from lockstep.launch.rendezvous.connection import Connection, next_connection
 from lockstep.launch.rendezvous.join import Joined
 from lockstep.launch.rendezvous.membership import decide, missing_hosts
 from lockstep.launch.rendezvous.membership_state import MembershipState, abandon, announce, initial_state
@@ -40,7 +41,7 @@ from lockstep.launch.rendezvous.notices import Message, Notice
 from lockstep.launch.rendezvous.plan import Plan, StopMode
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.run_directory import note_generation
-from lockstep.launch.timeouts import FAREWELL_S, NodeTimeouts
+from lockstep.launch.timeouts import FAREWELL_S
 from lockstep.launch.workers.rank_exits import without_repeated_tracebacks
 from lockstep.launch.workers.worker_group import WorkerGroup
 from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_FILE, STOP_SIGNALS
@@ -130,9 +131,8 @@ class Agent:
         self._refused = 0  # nodes of which it was announced that they do not take part
         self._shown: int | None = None  # how many notices were shown, or are older than this node's part
         self._watched = -1  # the newest generation of which this node was seen to be no member
-        self._cut_off_since_s: float | None = None
-        self._waits_for_coordinator = False  # it is silent, and the ranks live on
-        self._leaves = False  # they do so only to leave what they hold
+        self._connection = Connection.CONNECTED
+        self._cut_off_since_s = 0.0  # when this node was cut off last
         self._after_failure, self._failures_told = after_failure, -1  # the newest generation of which it was told
         #: The failure that was shown last, "" if there was none.
         self.last_failure = ""
@@ -288,9 +288,9 @@ class Agent:
             self._workers.forget()
             self._coordinator, self._shown = self._store.coordinator, 0
             plan = self._store.plan()
-        if (code := self._while_cut_off(plan)) is not None:
+        if (code := self._see_connection(plan)) is not None:
             return code
-        if self._cut_off_since_s is not None:
+        if self._connection is Connection.CUT_OFF:
             return None
         self._show(self._store.notices())
         self._report = replace(self._report, plan_seen=plan.number)
@@ -325,40 +325,39 @@ class Agent:
                 stack.enter_context(listening)
             self._workers.start(plan, self._place(plan, listening))
 
-    def _while_cut_off(self, plan: Plan) -> int | None:
-        """End the ranks of a node that does not hear the coordinator; returns an exit code when it gives up.
-
-        Just before others may go on without them, they leave what they hold, in case that the coordinator is lost.
-        """
-        silent_s, limits = self._store.silent_s(), self._limits
-        if silent_s < limits.suspect_after_s:
-            if self._cut_off_since_s is not None or self._waits_for_coordinator:
+    def _see_connection(self, plan: Plan) -> int | None:
+        """Do what the silence of the coordinator asks for; returns an exit code when this node gives up."""
+        before, silent_s = self._connection, self._store.silent_s()
+        self._connection = next_connection(before, silent_s, self._limits, holds_state=self._ranks_hold_state())
+        match self._connection:
+            case Connection.CONNECTED if before is not Connection.CONNECTED:
                 self._screen.say("the connection to the other nodes is back")
-            self._cut_off_since_s, self._waits_for_coordinator, self._leaves = None, False, False
-            return None
-        # What the coordinator knows of this node lets it count on this: see `lost_members`.
-        stops = self._stops.waited(self._job.request.grace_s)  # until then the coordinator may come back, for a save
-        failed = self._workers.current.failed(time.monotonic()) and not self._leaves  # by which they fail
-        nothing_to_keep = not self._workers.current.running or failed or stops
-        if silent_s < limits.lost_after_s and not nothing_to_keep and self._cut_off_since_s is None:
-            if not self._waits_for_coordinator:
-                self._waits_for_coordinator = True
-                self._screen.say(
-                    f"nothing heard of the coordinator for {silent_s:.0f} s; waiting up to {limits.lost_after_s:g} s, "
-                    "while the ranks hold their connections"
-                )
-            # Where no node may be lost there is no next generation, and a network may be back in the last moment.
-            if limits.max_changes and silent_s >= NodeTimeouts(limits.lost_after_s).leave_after_s:
-                self._leaves = True
-                self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
-            return None
-        if self._cut_off_since_s is None:
-            self._cut_off_since_s = time.monotonic()
-            self._screen.say(
-                f"cut off: nothing heard of the coordinator for {silent_s:.0f} s; "
-                f"ending the ranks of {self._report.host}, and trying to come back"
-                + (f"\n    {self._without_coordinator}" if self._without_coordinator else "")
-            )
+            case Connection.WAITING | Connection.LEAVING:
+                if before is Connection.CONNECTED:
+                    self._screen.say(
+                        f"nothing heard of the coordinator for {silent_s:.0f} s; waiting up to "
+                        f"{self._limits.lost_after_s:g} s, while the ranks hold their connections"
+                    )
+                if self._connection is Connection.LEAVING:
+                    self._workers.stop(StopMode.PEER_LOST, lost=plan.addresses_of({self._store.coordinator}))
+            case Connection.CUT_OFF:
+                if before is not Connection.CUT_OFF:
+                    self._cut_off_since_s = time.monotonic()
+                    self._screen.say(
+                        f"cut off: nothing heard of the coordinator for {silent_s:.0f} s; "
+                        f"ending the ranks of {self._report.host}, and trying to come back"
+                        + (f"\n    {self._without_coordinator}" if self._without_coordinator else "")
+                    )
+                return self._while_cut_off()
+        return None
+
+    def _ranks_hold_state(self) -> bool:
+        """Whether ranks run that did not fail by themselves, and whose save nobody has waited for long enough."""
+        current = self._workers.current
+        failed = current.failed(time.monotonic()) and self._connection is not Connection.LEAVING  # by which they fail
+        return current.running and not failed and not self._stops.waited(self._job.request.grace_s)
+
+    def _while_cut_off(self) -> int | None:
         self._workers.stop(StopMode.KILL)
         if self._stops.first is not None:
             return 128 + self._stops.first

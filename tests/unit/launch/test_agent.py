@@ -109,18 +109,18 @@ def test_a_node_that_is_told_to_stop_while_the_coordinator_is_away_waits_for_it_
     node._workers = SimpleNamespace(current=LIVING, stop=lambda mode: did.append("killed"))
     node._store.silent_s = lambda: 8.0
     node._stops.ask(signal.SIGTERM)
-    assert node._while_cut_off(Plan()) is None
+    assert node._see_connection(Plan()) is None
     assert did == []
     node._stops.ask(signal.SIGTERM)
-    assert node._while_cut_off(Plan()) is None, "a scheduler that asks twice does not insist"
+    assert node._see_connection(Plan()) is None, "a scheduler that asks twice does not insist"
     node._job.request.grace_s = 0.0
-    assert node._while_cut_off(Plan()) == 128 + signal.SIGTERM
+    assert node._see_connection(Plan()) == 128 + signal.SIGTERM
     assert did == ["killed"]
     insisting = agent(err, is_coordinator=False)
     insisting._workers, insisting._store.silent_s = node._workers, node._store.silent_s
     insisting._stops.ask(signal.SIGINT)
     insisting._stops.ask(signal.SIGINT)
-    assert insisting._while_cut_off(Plan()) == 128 + signal.SIGINT
+    assert insisting._see_connection(Plan()) == 128 + signal.SIGINT
 
 
 def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_others_may_go_on(err):
@@ -138,13 +138,13 @@ def test_ranks_that_lost_the_coordinators_host_leave_what_they_hold_just_before_
     for silent_s, max_changes in ((4.0, 10), (26.0, 10), (27.5, 0), (27.5, 10)):
         assert did == [], "nor where no node may be lost: the network may still be back in time"
         node._store.silent_s, node._limits = lambda silent_s=silent_s: silent_s, ElasticLimits(max_changes=max_changes)
-        assert node._while_cut_off(plan) is None
+        assert node._see_connection(plan) is None
     assert did == [(StopMode.PEER_LOST, {"10.0.0.1"})], "just before"
     node._workers.current = SimpleNamespace(
         running=True, failed=lambda now_s: True
     )  # the first of them; others have not written theirs yet
-    node._while_cut_off(plan)
+    node._see_connection(plan)
     assert {mode for mode, _ in did} == {StopMode.PEER_LOST}
     node._store.silent_s = lambda: 30.0
-    node._while_cut_off(plan)
+    node._see_connection(plan)
     assert did[-1] == (StopMode.KILL, set()), "whatever they do: others may go on now"
