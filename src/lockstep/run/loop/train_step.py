@@ -21,6 +21,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum, auto
 from typing import Final, Literal
 
 import torch
@@ -53,10 +54,18 @@ Loss = torch.Tensor | Callable[..., torch.Tensor]
 LossKind = Literal["mean", "sum"]
 
 
+class Turn(Enum):
+    """How far the turn of one micro-batch is."""
+
+    LOSSES = auto()  #: losses are to come
+    UPDATE = auto()  #: every optimizer had its loss; an error, or a dispute about gradients, leaves the turn here
+    DONE = auto()  #: the gradients are folded; of the last micro-batch, the optimizers have stepped
+
+
 class CurrentMicroBatch:
     """The micro-batch that the loop's body has, and what the body has done with it so far."""
 
-    __slots__ = ("due", "ended", "failed", "finished", "position", "reached", "with_loss")
+    __slots__ = ("due", "ended", "position", "reached", "turn", "with_loss")
 
     def __init__(self, position: MicroBatchPosition) -> None:
         self.position: Final = position
@@ -64,14 +73,13 @@ class CurrentMicroBatch:
         self.with_loss: set[torch.optim.Optimizer] = set()  #: the optimizers whose parameters these are
         #: The optimizers that step after this micro-batch, if it is the step's last one, by their parameters.
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}
-        self.finished = False  #: every optimizer had its loss
-        self.failed = False  #: an error ended the update that followed
+        self.turn = Turn.LOSSES
         self.ended = False  #: the loop's body is over
 
     @property
     def complete(self) -> bool:
         """Whether this was the last micro-batch of a step, and the step is done."""
-        return self.finished and self.position.last and not self.failed
+        return self.turn is Turn.DONE and self.position.last
 
 
 class TrainStep:
@@ -148,7 +156,9 @@ class TrainStep:
             loss = _mean_of(loss, loss_is, items)
         optimizers = self._sets.named(optimizer)
         target = self._sets.current(optimizers, self._losses.has_counts, self._step)
-        if current.finished or any(not target.places.keys().isdisjoint(other.places) for other in current.reached):
+        if current.turn is not Turn.LOSSES or any(
+            not target.places.keys().isdisjoint(other.places) for other in current.reached
+        ):
             raise UsageError(
                 "a second run.step(loss) for the same parameters in one micro-batch: add the losses up and call it once"
             )
@@ -268,7 +278,7 @@ class TrainStep:
     def update(self, optimizer: Optimizers) -> bool:
         """See `Run.update`. Whether the step is done by it."""
         current = self._in_loop("run.update(...)")
-        if current.finished:
+        if current.turn is not Turn.LOSSES:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
         if not current.reached:
             raise UsageError("run.update() before run.backward(loss): there is no gradient yet")
@@ -285,7 +295,7 @@ class TrainStep:
     def end(self, current: CurrentMicroBatch) -> bool:
         """The user is done with the micro-batch. Whether a step was done with it."""
         current.ended = True
-        if not current.finished:
+        if current.turn is Turn.LOSSES:
             if not current.reached and not current.position.is_replay:
                 raise UsageError(
                     "a micro-batch went by without run.step(loss), which takes the place of loss.backward(), "
@@ -309,7 +319,7 @@ class TrainStep:
 
     def _finish(self, current: CurrentMicroBatch) -> None:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
-        current.finished = current.failed = True
+        current.turn = Turn.UPDATE
         self.checks.body_steps()
         if self._computes_loss is None:  # else forward passes are yet to come
             self.replays.note_buffers()
@@ -325,7 +335,8 @@ class TrainStep:
             elif not current.position.audited or self.audit.agrees():
                 self._complete(current)
         self.checks.note_buffers()
-        current.failed = bool(self.audit.disputed)
+        if not self.audit.disputed:
+            current.turn = Turn.DONE
 
     def _complete(self, current: CurrentMicroBatch) -> None:
         if current.due.keys() != current.reached:
