@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from zlib import crc32
 
 import numpy as np
@@ -23,6 +24,7 @@ from lockstep.checkpoint import (
     Manifest,
     Piece,
     TensorRecord,
+    async_save,
     list_checkpoints,
     verify,
 )
@@ -461,12 +463,11 @@ def test_the_one_in_flight_is_protected_beside_the_newest(tmp_path, fails):
     assert len(said) == fails
 
 
-def test_one_save_at_a_time_beside_the_training(tmp_path):
+def test_one_save_at_a_time_beside_the_training(tmp_path, monkeypatch):
     gate, said = Gate(), []
     ticks = iter(range(0, 10_000, 5))
-    saves = Checkpoints(
-        tmp_path, single_rank_group(), keep=3, say=said.append, disk=gate, clock=lambda: float(next(ticks))
-    )
+    monkeypatch.setattr(async_save, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    saves = Checkpoints(tmp_path, single_rank_group(), keep=3, say=said.append, disk=gate)
     saves.save(STATE, 1, {})
     assert gate.reached.wait(30), "it is being written while we are here"
     assert saves.finished_saves() == ()
