@@ -8,6 +8,9 @@ import random
 import sys
 from collections import Counter, OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +108,9 @@ CHANGES: list[tuple[Any, Callable[[Any], object], str]] = [
     (np.random.default_rng(0), lambda v: v.random(), "x"),
     (np.random.RandomState(0), lambda v: v.rand(), "x"),
     (random.Random(0), lambda v: v.random(), "x"),
+    (Plain(rate=Decimal("0.4")), lambda v: setattr(v, "rate", v.rate / 2), "x.rate"),
+    (Plain(share=Fraction(1, 3)), lambda v: setattr(v, "share", v.share / 2), "x.share"),
+    (Plain(begun=timedelta(1)), lambda v: setattr(v, "begun", 2 * v.begun), "x.begun"),
     ([], lambda v: v.append(1), "x"),
     ([[1, 2]], lambda v: v[0].reverse(), "x[0][0]"),
     ((Plain(calls=0),), lambda v: setattr(v[0], "calls", 1), "x[0].calls"),
@@ -220,3 +226,66 @@ def test_variables_of_the_script() -> None:
     assert roots.pop("test_variables_of_the_script.calls") == calls
     assert roots == {"module": module, "used_global": used_global, "inner": inner, "script_roots": script_roots}
     assert script_roots(None) == {}
+
+
+def squares() -> Iterator[int]:
+    yield from (number * number for number in range(9))
+
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "list": lambda: iter([1, 2, 3, 4]),
+    "reversed": lambda: reversed([1, 2, 3, 4]),
+    "range of large numbers": lambda: iter(range(1 << 70, (1 << 70) + 9)),
+    "dict": lambda: iter({"a": 1, "b": 2, "c": 3, "d": 4}),
+    "values": lambda: iter({"a": 1, "b": 2, "c": 3, "d": 4}.values()),
+    "items": lambda: iter({"a": 1, "b": 2, "c": 3, "d": 4}.items()),
+    "set": lambda: iter({1, 2, 3, 4}),
+    "deque": lambda: iter(deque([1, 2, 3, 4])),
+    "text": lambda: iter("abcd"),
+    "zip": lambda: zip([1, 2, 3, 4], "abcd", strict=True),
+    "map": lambda: map(abs, [1, 2, 3, 4]),
+    "filter": lambda: filter(None, [1, 2, 3, 4]),
+    "enumerate": lambda: enumerate(squares()),
+    "of a function": lambda: iter(itertools.count(7).__next__, 99),
+    "count": lambda: itertools.count(0.5, 0.25),
+    "cycle": lambda: itertools.cycle([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]),
+    "cycle of a generator": lambda: itertools.cycle(squares()),
+    "repeat": lambda: itertools.repeat(0.9, 4),
+    "accumulate": lambda: itertools.accumulate(itertools.repeat(0.6), lambda a, b: a * b, initial=0.4),
+    "chain": lambda: itertools.chain([1], [2, 3], squares()),
+    "islice": lambda: itertools.islice(itertools.count(), 1, 9, 2),
+    "takewhile": lambda: itertools.takewhile(bool, itertools.count(1)),
+    "starmap": lambda: itertools.starmap(pow, zip(itertools.count(), itertools.count(), strict=False)),
+    "zip_longest": lambda: itertools.zip_longest([1, 2, 3, 4], [5]),
+    "product": lambda: itertools.product([1, 2], [3, 4]),
+    "permutations": lambda: itertools.permutations(range(5)),
+    "combinations": lambda: itertools.combinations(range(9), 3),
+    "pairwise": lambda: itertools.pairwise(range(9)),
+    "groupby": lambda: itertools.groupby([1, 1, 2, 2, 3, 4]),
+}
+
+
+@pytest.mark.parametrize("name", ITERATORS)
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_each_step_of_an_iterator_is_seen_and_a_look_takes_none(name, steps):
+    looked_at, alone = ITERATORS[name](), ITERATORS[name]()
+    for _ in range(steps):
+        assert next(looked_at, None).__class__ is next(alone, None).__class__
+    before = look({"x": looked_at})
+    assert changed(before, look({"x": looked_at})) == []
+    if next(looked_at, None) is None:
+        return
+    next(alone)
+    assert changed(before, look({"x": looked_at})) != []
+    if name != "groupby":  # whose groups are objects
+        assert list(itertools.islice(looked_at, 3)) == list(itertools.islice(alone, 3))
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python 3.14 tells nothing of a cycle after its first pass")
+def test_a_cycle_is_seen_after_its_first_pass():
+    cycle = itertools.cycle([0.1, 0.2, 0.3])
+    places = []
+    for _ in range(9):
+        next(cycle)
+        places.append(look({"x": cycle}))
+    assert all(changed(one, other) for one, other in itertools.pairwise(places))

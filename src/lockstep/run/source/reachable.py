@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import inspect
 import io
 import itertools
@@ -20,13 +21,18 @@ import operator
 import os
 import random
 import sys
+import warnings
 import zlib
 from argparse import Namespace
 from array import array
 from collections import UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from multiprocessing.sharedctypes import Synchronized
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -41,6 +47,7 @@ from types import (
     SimpleNamespace,
 )
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
@@ -88,7 +95,14 @@ _HOLDERS: Final = (
 )
 #: Where `torch.nn.Module` has its parts, which users know by the names within.
 MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
-_ITERATORS: Final[tuple[type, ...]] = (type(iter([])), type(iter(())), type(iter(range(0))))
+#: Iterators of Python's own, which tell how far they are and what they go over, but not by attributes.
+_ITERATORS: Final[tuple[type, ...]] = (
+    *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
+    *(enumerate, filter, map, reversed, zip, type(iter(int, 0))),
+    *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(1 << 64))), type(reversed([]))),
+    *(type(iter({})), type(iter({}.values())), type(iter({}.items())), type(reversed({})), type(iter(set()))),
+    *(type(iter("")), type(iter(b"")), type(iter(deque()))),
+)
 
 
 TENSOR_RANK: Final = 2  #: the `Mark.rank` of one
@@ -287,6 +301,35 @@ def _seen_of_set(value: Any) -> object:
     return len(value), sorted(repr(item) for item in itertools.islice(value, _MOST_ITEMS) if type(item) in _NUMBERS)
 
 
+def _steps_of(value: Any) -> object:
+    """How far an iterator of Python's own is, as far as that shows without a step of it. Its parts show the rest."""
+    if issubclass(type(value), itertools.count):
+        return repr(value)
+    if hasattr(type(value), "__length_hint__"):
+        return operator.length_hint(value)
+    return [_numbers_in(item) for item in reversed(_inside(value))]  # the state first, and then what it goes over
+
+
+def _inside(iterator: Any) -> tuple[object, ...]:
+    """What an iterator of Python's own is made of, and its state."""
+    try:
+        with warnings.catch_warnings():  # those of `itertools` warn in Python 3.12 and 3.13
+            warnings.simplefilter("ignore", DeprecationWarning)
+            found: tuple[object, ...] = iterator.__reduce__()[1:]
+    except TypeError:  # and have none from 3.14 on. Tuples that are their own may have holes: to read those is to crash
+        found = tuple(part for part in gc.get_referents(iterator) if type(part) is not tuple)
+    return found
+
+
+def _numbers_in(value: object) -> object:
+    """Numbers of nested tuples, and how far iterators are, each in its place."""
+    if isinstance(value, tuple):
+        return [_numbers_in(item) for item in value[:_MOST_ITEMS]]
+    if hasattr(type(value), "__length_hint__") and isinstance(value, _ITERATORS):
+        return operator.length_hint(value)
+    return value if type(value) in _NUMBERS else None
+
+
 def _checksum(value: object) -> int:
     return zlib.crc32(value if isinstance(value, bytes) else repr(value).encode())
 
@@ -295,14 +338,13 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     ((str, bytes), 1, lambda value: value),
     ((bool, int, float, complex, type(None)), 1, repr),  # which is exact, and nan is itself
     (np.generic, 1, lambda value: value.tobytes()),
-    (itertools.count, 1, repr),
-    (_ITERATORS, 1, operator.length_hint),
+    ((Decimal, Fraction, date, time, timedelta, UUID, PurePath), 1, repr),
+    (_ITERATORS, 1, _steps_of),
     (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
     (Synchronized, 1, lambda value: repr(value.value)),
     (ContextVar, 1, lambda value: _seen_of(value.get(None))),
     (_BaseDataLoaderIter, 1, batches_yielded),
     (GeneratorType, 1, lambda value: value.gi_frame and value.gi_frame.f_lasti),
-    (enumerate, 1, lambda value: value.__reduce__()[1][1]),
     (torch.Generator, 0, lambda value: int(checksum(value.get_state()))),
     (np.random.Generator, 0, lambda value: _checksum(value.bit_generator.state)),
     (np.random.RandomState, 0, lambda value: _checksum(value.get_state(legacy=False))),
@@ -342,8 +384,9 @@ def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
         yield ".gi_yieldfrom", value.gi_yieldfrom
     elif issubclass(kind, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif issubclass(kind, enumerate):
-        yield ".__iter__", value.__reduce__()[1][0]
+    elif issubclass(kind, _ITERATORS):
+        if not hasattr(kind, "__length_hint__"):
+            yield from ((f".parts[{number}]", part) for number, part in enumerate(_inside(value)))
     elif issubclass(kind, FunctionType):
         yield from _variables_of(value)
     if not _is_foreign(kind.__module__) or issubclass(kind, _HOLDERS):
