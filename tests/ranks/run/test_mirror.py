@@ -289,9 +289,39 @@ def test_a_host_without_room_for_its_own_costs_a_word_and_not_the_run(tmp_path, 
     mirror = Mirror(tmp_path / "memory", World(0, 1, 0, 1, 0, 1), plan, link, {}, lambda: 1 << 30, told.append)
     about = {"step": 1, "turn": False, "rank": 0, "ranks": 1, "identity": {}, "rows": []}
     mirror.begin({"models": torch.ones(1 << 20), "progress": 1}, about, Sums({}, {}), [])
-    assert told == ["the state is not mirrored any more: [Errno 28] No space left on device"]
+    why = "[Errno 28] No space left on device"
+    assert told == [f"the state is not mirrored any more: {why}. It is tried again at each save"]
     mirror.close()
     theirs.close()
+
+
+def test_a_mirror_that_was_refused_is_tried_again_and_says_each_thing_once(tmp_path, monkeypatch):
+    told = []
+    plan = MirrorPlan(parts=1, own=None, rest=None, to=None)
+    mirror = Mirror(tmp_path / "memory", World(0, 1, 0, 1, 0, 1), plan, None, {}, lambda: 1 << 30, told.append)
+
+    def step(number):
+        about = {"step": number, "turn": False, "rank": 0, "ranks": 1, "identity": {}, "rows": []}
+        mirror.begin({"models": torch.ones(1 << 10), "progress": number}, about, Sums({}, {}), [])
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "posix_fallocate", partial(allocate_but_for, "mirror"))
+        step(1)
+        assert not mirror.is_used
+        mirror.try_again()
+        step(2)
+    step(3)
+    assert not mirror.is_used, "only a save tries again"
+    mirror.try_again()
+    step(4)
+    mirror.finish()
+    why = "[Errno 28] No space left on device"
+    assert told == [
+        f"the state is not mirrored any more: {why}. It is tried again at each save",
+        "the state is mirrored again",
+    ]
+    assert choose([left_on(tmp_path / "memory")], None).state.step == 4
+    mirror.close()
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

@@ -65,11 +65,16 @@ class Mirror:
         self._unsent = ""  # why, where it is not told yet
         self._begins = True
         self._writers: dict[str, PartWriter] = {}  # made when they are first needed
+        self.why_not = ""  #: why the state is not mirrored any more, as it was said
 
     @property
     def is_used(self) -> bool:
         """Whether a state has been mirrored, and still is."""
         return bool(self._writers)
+
+    def try_again(self) -> None:
+        """Where the state is not mirrored any more, the next `begin` opens the files again."""
+        self._begins = bool(self.why_not) or self._begins
 
     def begin(self, own: StateTree, about: StateTree, sums: Sums, buffers: Iterable[torch.Tensor]) -> None:
         """Begin to copy what this rank holds after a step; see `Emergency.mirror`.
@@ -96,10 +101,15 @@ class Mirror:
                 measured: tuple[Any, Any] = (sums.train, sums.recent) if name == "mirror" else ({}, {})
                 said = about | {"part": number, "parts": self._plan.parts, "sums": measured}
                 self._writers[name].begin(said["step"], said, flat, at_once=hurried)
+            if self.why_not:
+                self._say("the state is mirrored again")
+                self.why_not = ""
         except OSError as error:
             self.finish()  # what has been begun is being sent, from the memory that is closed now
             self._end_writers()
-            self._say(f"the state is not mirrored any more: {error}")
+            if self.why_not != str(error):
+                self._say(f"the state is not mirrored any more: {error}. It is tried again at each save")
+            self.why_not = str(error)
 
     def finish(self) -> None:
         """What was begun is complete when this returns, here and on the other host."""

@@ -150,15 +150,21 @@ class EmergencyMemory(Emergency):
         if self.notes and not settings.mirror:  # where the parts are on two hosts, so is what was measured
             self._copied = open_copied_measures(self._files.own, group, say)
         self._refused: tuple[str, ...] = ("not tried yet",) if self.notes else ()  # why, of each rank; the same on all
-        self.protect()
         self._mirror: Final[Mirror | None] = (
             None
             if part is None
             else open_mirror(self._files.own, group, world, part, self._files.room, say, on_two_hosts=settings.mirror)
         )
+        self.protect()
 
     def protect(self) -> str:
-        """Try again to open what protects this rank's steps, where that failed; why it failed, or "". Collective."""
+        """Try again to open what protects this rank's steps, where that failed; why it failed, or "". Collective.
+
+        What is mirrored is tried again with the next step.
+        """
+        mirror = self._mirror
+        if mirror is not None:
+            mirror.try_again()
         if any(self._refused):
             before = self._refused
             self._refused = tuple(self._group.gather_objects(self._open_journal(), "emergency memory"))
@@ -170,7 +176,9 @@ class EmergencyMemory(Emergency):
                     )
             elif "not tried yet" not in before:
                 self._say("emergency memory can be written again: if a rank dies, no step is lost")
-        return f"{self._who()} without emergency memory" if any(self._refused) else ""
+        if any(self._refused):
+            return f"{self._who()} without emergency memory"
+        return "the state is not mirrored" if mirror is not None and mirror.why_not else ""
 
     # ---- while it trains -----------------------------------------------------------------------------------------
 
