@@ -224,7 +224,9 @@ class Run:
             context, self._loaders, self._start, self._train_step, end_of_step, snapshot
         )
         serving = context.settings.strategy if isinstance(context.strategy, ServerStrategy) else None
-        self._ranks: Final = RankOperations(group, context.world, context.metrics, context.leaves.agree, serving)
+        self._ranks: Final = RankOperations(
+            group, context.world, context.metrics, context.leaves.agree, context.warnings.add, serving
+        )
         self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(
             context,

@@ -33,15 +33,23 @@ class RankOperations:
         world: the place of this one.
         metrics: know the micro-batches of the step.
         before: called before each of them.
+        warn: tells the user something, once.
         serving: the strategy, if some ranks serve others under it.
     """
 
     def __init__(
-        self, group: Group, world: World, metrics: PassMetrics, before: Callable[[], None], serving: str | None = None
+        self,
+        group: Group,
+        world: World,
+        metrics: PassMetrics,
+        before: Callable[[], None],
+        warn: Callable[[str], None],
+        serving: str | None = None,
     ) -> None:
         self._group: Final = group
         self._serving: Final = serving
         self._agree: Final = before
+        self._warn: Final = warn
         self._world: Final = world
         self._metrics: Final = metrics
         self._leader_firsts = 0
@@ -111,6 +119,16 @@ class RankOperations:
         self._agree()
 
     def _reduce(self, value: T, what: str) -> T:
+        total = self._sum(value, what)
+        if self._group.size > 1 and self._group.leads and _is_fractional(total):
+            self._warn(
+                f"run.{what} adds up numbers that are not whole, of which each rank has rounded its own part: the last "
+                "digits depend on the number of ranks. Where the training depends on them, give the samples' values to "
+                "run.measure(...), whose sums are exact, and read run.metrics"
+            )
+        return total
+
+    def _sum(self, value: T, what: str) -> T:
         self._before(what.partition(" ")[0])
         if isinstance(value, torch.Tensor):
             shapes = self._group.gather_objects((tuple(value.shape), str(value.dtype)), what)
@@ -124,6 +142,16 @@ class RankOperations:
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.itemsize < 8:
             value = cast(T, value.astype(np.int64))
         return cast(T, sum(self._group.gather_objects(value, what)))
+
+
+def _is_fractional(total: object) -> bool:
+    """Whether some numbers in ``total`` are no whole numbers."""
+    if isinstance(total, torch.Tensor):
+        total = torch.view_as_real(total) if total.is_complex() else total
+        return total.is_floating_point() and bool((total.frac() != 0).any())
+    if isinstance(total, np.ndarray):
+        return total.dtype.kind in "fc" and bool(np.any(total != np.round(total)))
+    return isinstance(total, float) and not total.is_integer()
 
 
 def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> list[list[object]]:

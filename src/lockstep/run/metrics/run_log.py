@@ -46,8 +46,8 @@ _MOST_GIVEN: Final = 1000  # values that wait to be compared
 #: Names of what each rank measures of itself, such as time and memory.
 _OF_RANK: Final = re.compile(
     r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|eta|speed|throughput|fps|its?|tps|"
-    r"mem|memory|[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|rank|local|date|"
-    r"timestamp)(_|$)",
+    r"[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|local|date|timestamp)(_|$)|"
+    r"^((my|local|global|node)_)?rank$|^((max|peak|used|free)_)*mem(ory)?(_(used|free|allocated|reserved|peak|max))*$",
     re.IGNORECASE,
 )
 

@@ -29,7 +29,6 @@ from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue
 
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
-_PLAIN_DEPTH: Final = 3
 _MOST_PLAIN: Final = 2000
 _SHOWN: Final = 40  # characters of a value
 
@@ -39,7 +38,7 @@ class Lost(NamedTuple):
 
     weights: list[str]  #: the variables that held other weights
     inputs: list[str]  #: what the training is computed from, each in words with both values
-    plain: list[str]  #: other numbers, texts and lengths, each with both values
+    plain: list[str]  #: other numbers, texts, lengths and tensors, each with both values
 
 
 def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> StateTree:
@@ -52,7 +51,7 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     roots = {name: value for name, value in roots.items() if id(value) not in skip}
-    marks = look(roots, skip=skip, depth=_PLAIN_DEPTH, limit=_MOST_PLAIN)
+    marks = look(roots, skip=skip, depth=_DEPTH, limit=_MOST_PLAIN)
     inputs = training_inputs(frame, state, calls).held_between()
     return {
         "variables": sorted(roots),
@@ -64,9 +63,9 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
         },
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {
-            path: str(mark.seen)[:_SHOWN]
+            path: text
             for path, mark in marks.items()
-            if mark.rank != TENSOR_RANK and "._" not in path  # such as a module's hooks
+            if "._" not in path and (text := _shown(mark))  # such as a module's hooks
         },
     }
 

@@ -350,6 +350,8 @@ def load_states(
 ) -> None:
     """``optimizer.load_state_dict(state)``, with no more in memory than what is loaded, and one tensor.
 
+    The groups of parameters stay the objects that a script may hold, as in ``decay, rest = optimizer.param_groups``.
+
     Args:
         optimizer: its states of before are dropped first.
         state: of the whole optimizer; tensors may be in a file.
@@ -366,7 +368,13 @@ def load_states(
         else:
             found[key] = {name: _read(name, part_of(v, parameter), parameter) for name, v in values.items()}
     rest = {name: in_memory(value) for name, value in state.items() if name != "state"}
+    held, groups = optimizer.param_groups, list(optimizer.param_groups)
     optimizer.load_state_dict({**rest, "state": found})
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        group.clear()
+        group.update(loaded)
+    held[:] = groups
+    optimizer.param_groups = held
 
 
 def _read(name: str, value: object, parameter: nn.Parameter) -> object:
