@@ -14,7 +14,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch import Machine
 from lockstep.report import new_figure, save_svg
 from lockstep.scale.bench import BenchPlan, look
-from lockstep.scale.bench_picture import PART_COLOURS
+from lockstep.scale.bench_report import PART_COLOURS
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, measure
 from lockstep.scale.sweep import BatchSizes, Variant, start_of
 from lockstep.scale.timeline import (

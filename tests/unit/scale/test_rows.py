@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from lockstep.cpu_use import CpuUse, busy_s
 from lockstep.errors import DataError, SettingError
 from lockstep.scale import BenchResult, open_catalogue, read_profile, table, write_profile
-from lockstep.scale.bench_picture import curves, write_csv
+from lockstep.scale.bench_report import WIDTH, curves, write_csv
 from lockstep.scale.bench_result import BenchMachine, BenchRow, Measured
-from lockstep.scale.bench_table import WIDTH
 from lockstep.scale.measured_run import Records
 from lockstep.scale.memory_need import memory_need, memory_table
 from lockstep.scale.profile_script import link_profile, step_profile

@@ -4,7 +4,7 @@
       resume_point                 does this rank still hold the state of the last finished step, unchanged?
       measures_journal             what this rank alone has measured, in memory that outlives its process;
       copied_measures              ... and on another host
-      mirror, mirror_plan          where a rank alone holds a part of the state: copies of it, here and on another host
+      mirror                       where a rank alone holds a part of the state: copies of it, here and on another host
 
     rank 2 is killed
       survivor                     the next collective fails on the others. They hold the last finished step: under one
