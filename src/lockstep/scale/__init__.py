@@ -2,7 +2,7 @@
 
 from lockstep.scale.bench import BenchPlan, bench, look
 from lockstep.scale.bench_report import draw, table
-from lockstep.scale.bench_result import BenchResult
+from lockstep.scale.bench_result import BenchResult, Prices
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.find_setting import find
 from lockstep.scale.find_setting import report as found_report
@@ -25,7 +25,6 @@ from lockstep.scale.predict_report import (
 )
 from lockstep.scale.profile_script import profile_link, profile_script
 from lockstep.scale.published import read_rows
-from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import StepTime, StrategyCost, simulate

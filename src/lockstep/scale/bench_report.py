@@ -9,8 +9,7 @@ from typing import Any
 
 from lockstep.formatting import count, duration, plural, size
 from lockstep.report import new_figure, save_svg, write_table
-from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow
-from lockstep.scale.rows import most_worthwhile
+from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow, most_worthwhile
 
 WIDTH = 80
 _NAME = 21  # columns of a variant

@@ -1,4 +1,4 @@
-"""Predictions as text of 100 columns and as pictures: what it takes and costs, why it is not n times as fast, and what was assumed.
+"""Predictions as text of 100 columns and as pictures: times, costs, why it is not n times as fast, assumptions.
 
 For a table of measured runs also how good predictions are: errors, and what lies in how wide intervals.
 """

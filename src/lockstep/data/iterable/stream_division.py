@@ -1,7 +1,7 @@
 """How an epoch of a stream is divided among ranks: one reader after another, each for some of its steps.
 
 WholeStream     one reader: every rank reads it all, or strides through it
-DealtStream     one for each deal of shards, and one that reads the rest on every rank; of dealt shards each is read from
+DealtStream     one for each deal of shards, and one that reads the rest on every rank; a shard of a deal is read from
                 beginning to end, for one place of a step
 """
 
@@ -20,8 +20,14 @@ from typing_extensions import override
 
 from lockstep.data.indexed.orders import generator_of
 from lockstep.data.indexed.sampling import Data, Sample, UserDataset
-from lockstep.data.iterable.iterable_dataset import OnePassReader, Reader, StreamShare, StreamStep, StridedReader
-from lockstep.data.iterable.single_process_view import single_process_view
+from lockstep.data.iterable.iterable_dataset import (
+    OnePassReader,
+    Reader,
+    StreamShare,
+    StreamStep,
+    StridedReader,
+    single_process_view,
+)
 from lockstep.data.iterable.stream_agreement import RanksFound, samples_of_dealt_step, samples_of_stream_step
 from lockstep.data.seen_samples import checksum
 from lockstep.data.shards.dealt_shards import Deal, Piece, ShardsFound, first_deal, next_deal, position_in

@@ -13,8 +13,8 @@
                                    then they end; the launcher starts all ranks of the next generation
 
     the next generation
-      left_behind                  lists what lies on its nodes, and sends parts to nodes that lack them
-      newest_state                 chooses the newest complete state among them: a pure function
+      newest_state                 chooses the newest complete state among those on all nodes: a pure function; sends
+                                   its parts to nodes that lack them
       setup.resume                 loads that state, or the newest checkpoint where no state is complete
       survivor                     removes the files of the dead generation two steps later
 

@@ -1,4 +1,6 @@
-"""What torch computes with: formats of numbers in forward passes, with the loss scaling of fp16; kernels that give the same bits each time, and as many threads as the run began with.
+"""What torch computes with: kernels that give the same bits each time, and as many threads as the run began with.
+
+Also the format of numbers in forward passes, and the loss scaling that fp16 needs.
 
     GPU   while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
                                    libraries choose no kernel by timing
