@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
+from lockstep.checkpoint import list_checkpoints, load_tree
 from lockstep.errors import SettingError
 from lockstep.launch_contract import RESUME, RESUME_FROM
 from lockstep.run import Run
@@ -53,7 +53,7 @@ def trained(directory, epochs=5, in_body=False, best="max held", resume="", back
 def on_disk(directory):
     """The steps that are there, and what the newest checkpoint says of the best."""
     there = list_checkpoints(directory)
-    return [one.step for one in there], load_tree(there[0].path, LOCAL)["best"]
+    return [one.step for one in there], load_tree(there[0].path)["best"]
 
 
 def best_of(step):
@@ -65,7 +65,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path):
     assert on_world(2, [(trained, directory, 5, in_body) for in_body, directory in names]) == [[(0, 10)] * 2] * 2
     for _, directory in names:
         assert on_disk(directory) == ([10, 4], best_of(4)), "equal is not better, and nan is never"
-    later, best = (load_tree(one.path, LOCAL) for one in list_checkpoints(tmp_path / "True"))
+    later, best = (load_tree(one.path) for one in list_checkpoints(tmp_path / "True"))
     assert (later["kept"]["after_it"]["weight"], best["kept"]["after_it"]["weight"]) == (10, 4), "at the body's end"
     assert best["best"] == best_of(4)
 

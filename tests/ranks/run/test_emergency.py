@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import lockstep
 from campaign_marks import combinations
-from lockstep.checkpoint import LOCAL, FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
+from lockstep.checkpoint import FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
 from lockstep.launch.run_dir.owned_directory import emergency_memory
@@ -269,7 +269,7 @@ def test_a_state_saved_by_one_rank_is_a_checkpoint_as_any_other(tmp_path):
     assert [one.step for one in list_checkpoints(tmp_path / "root")] == [5], "the one before is gone"
     manifest = verify(saved.path)
     assert checksums_in(manifest) == {path: crc for path, crc in flat.checksums().items() if path != "none"}
-    loaded = load_tree(saved.path, LOCAL)
+    loaded = load_tree(saved.path)
     assert torch.equal(loaded["w"], tree["w"])
     assert torch.equal(loaded["half"], tree["half"])
     assert loaded["n"] == [2]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
+from lockstep.checkpoint import list_checkpoints, load_tree
 from lockstep.errors import UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
@@ -196,7 +196,7 @@ def test_a_stop_is_obeyed_at_the_end_of_the_body(tmp_path, undisturbed):
     outcomes = run_each(trained, 1, tmp_path, None, (0, 3), 2, "9 steps")
     assert [o.error.code for o in outcomes] == [75], outcomes
     (saved,) = list_checkpoints(tmp_path)
-    tree = load_tree(saved.path, LOCAL)
+    tree = load_tree(saved.path)
     assert saved.step == 3
     assert tree["kept"]["counter"] == {"n": 3}
     assert int(tree["kept"]["ema"]["n_averaged"]) == 3
@@ -250,7 +250,7 @@ def test_left_by_break_right_after_a_step_nothing_is_lost(tmp_path):
     for world in (1, 2, 4):
         results[world] = run_ranks(broken_off, world, tmp_path / str(world), "1 step")
         assert results[world] == [results[1][0]] * world
-        by_step = {one.step: load_tree(one.path, LOCAL) for one in list_checkpoints(tmp_path / str(world))}
+        by_step = {one.step: load_tree(one.path) for one in list_checkpoints(tmp_path / str(world))}
         assert sorted(by_step) == list(range(1, 9)), "the step that the loop was left in is saved, too"
         for step, tree in by_step.items():
             assert tree["kept"]["counter"]["n"] == step
@@ -280,7 +280,7 @@ def test_a_stop_asked_for_while_the_loop_is_left_is_obeyed_at_the_next_call(tmp_
     assert getattr(outcome.error, "code", None) == 75, outcome
     (saved,) = list_checkpoints(tmp_path)
     assert saved.step == 3
-    assert load_tree(saved.path, LOCAL)["kept"]["counter"] == {"n": 3}
+    assert load_tree(saved.path)["kept"]["counter"] == {"n": 3}
 
 
 def test_what_the_body_must_not_do_is_told_at_the_next_call_where_the_loop_was_left():

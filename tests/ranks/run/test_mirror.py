@@ -20,7 +20,6 @@ from torch import nn
 import lockstep
 from campaign_marks import combinations
 from lockstep.checkpoint import (
-    LOCAL,
     FlatTree,
     PartWriter,
     list_checkpoints,
@@ -380,7 +379,7 @@ RUNS = {
 def final_state(place):
     """The bits of models, of optimizers and of what is carried, as the last checkpoint has them."""
     (*_, last) = sorted(list_checkpoints(place / "checkpoints"), key=lambda one: one.step)
-    tree = load_tree(last.path, LOCAL)
+    tree = load_tree(last.path)
     return FlatTree.of({name: tree[name] for name in ("models", "optimizers", "carry")}).checksums()
 
 
