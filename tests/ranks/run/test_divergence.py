@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from device_costs import DEVICE, Costs
-from lockstep.checkpoint import LOCAL, list_checkpoints, load_tree
+from lockstep.checkpoint import list_checkpoints, load_tree
 from lockstep.collectives import TensorShard
 from lockstep.errors import MismatchError
 from lockstep.run import Run
@@ -398,7 +398,7 @@ def test_ranks_that_differ_by_design_are_left_alone(tmp_path):
     directories = [str(tmp_path / str(number)) for number in range(len(cases))]
     calls = [(left_alone, directory, *case) for directory, case in zip(directories, cases, strict=True)]
     for case, directory, ranks in zip(cases, directories, on_world(2, calls), strict=True):
-        saved = load_tree(list_checkpoints(Path(directory))[0].path, LOCAL)
+        saved = load_tree(list_checkpoints(Path(directory))[0].path)
         assert saved["kept"]["box"]["values"].tolist() == [0] * 3, "the leader's, where ranks have their own"
         assert ranks == [("", 16)] * 2, case
         assert [one.step for one in list_checkpoints(Path(directory))] == [16, 15, 12, 9, 6, 3], case
