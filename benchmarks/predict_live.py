@@ -34,11 +34,11 @@ from hosts import Host, Hosts, hosts
 from lockstep.cpu_affinity import usable_cpus
 from lockstep.cpu_use import CpuWatch
 from lockstep.launch_contract import MEASURE
+from lockstep.scale.bench_result import RoundSeen, measured
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.links import Curve, Link
 from lockstep.scale.measured_run import Records
 from lockstep.scale.profile_script import SUM_BYTES, step_profile
-from lockstep.scale.rows import RoundSeen, measured
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import simulate
 from lockstep.scale.step_profile import LinkProfile, StepProfile

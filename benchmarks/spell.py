@@ -14,9 +14,9 @@ from dataclasses import replace
 
 from lockstep.scale import SimulatedStrategy, StepTime, open_catalogue, parse_system, simulate
 from lockstep.scale.published import PublishedRow
-from lockstep.scale.published_system import profile_of
 from lockstep.scale.simulator import alone_s
 from lockstep.scale.step_profile import MIB, Timing
+from lockstep.scale.table_prediction import profile_of
 
 PUBLISHED = {4: 2.90, 8: 3.61}
 BATCH, RATE, PARAMETERS, LOADING_S = 8, 14.8, 61e6, 0.010

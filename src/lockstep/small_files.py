@@ -61,6 +61,15 @@ def create_text(path: Path, text: str, *, durable: bool = False) -> bool:
     return True
 
 
+def unused_path(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3``... that does not exist."""
+    number, free = 1, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}-{number}")
+    return free
+
+
 def flush_names(directory: Path) -> None:
     """Flush the names in a directory to the disk."""
     try:

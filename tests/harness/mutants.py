@@ -147,13 +147,13 @@ MUTANTS = [
         "tests/ranks/collectives/test_reduce_scatter.py",
     ),
     mutant(
-        "collectives/shared_memory_parts.py",
+        "collectives/shared_memory.py",
         "free &= said[-1]",
         "free |= said[-1]",
         "tests/ranks/collectives/test_shared_memory_gather.py",
     ),
     mutant(
-        "collectives/shared_memory_parts.py",
+        "collectives/shared_memory.py",
         "turn, count = self._number % 2, ",
         "turn, count = 0, ",
         "tests/ranks/collectives/test_reduce_scatter.py",
@@ -446,7 +446,7 @@ MUTANTS = [
         "tests/ranks/run",
         BUFFERS,
     ),
-    mutant("run/setup/precision.py", "return not skipped", "return True", HAND),
+    mutant("run/setup/kernels.py", "return not skipped", "return True", HAND),
     mutant(
         "run/loop/train_step.py",
         "nn.utils.clip_grads_with_norm_(parameters, self._clip_norm, norm)",
@@ -455,7 +455,7 @@ MUTANTS = [
         MEAN,
     ),
     mutant(
-        "run/setup/precision.py",
+        "run/setup/kernels.py",
         "            self._scaler.load_state_dict(state)",
         "            pass",
         "tests/unit/run",

@@ -32,14 +32,14 @@ from lockstep.checkpoint.part_file import PartWriter, load_part, read_part_head
 from lockstep.checkpoint.whole_save import FlatTree
 from lockstep.cli.config import file_words
 from lockstep.cli.run_options import run_options
-from lockstep.cli.site_file import site_prices, site_table
+from lockstep.cli.setting_options import site_prices, site_table
 from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.rank_places import RankPlaces
 from lockstep.launch.diagnosis.root_cause import RankExit, diagnose
-from lockstep.launch.rendezvous.job_contract import JobContract, version_in
+from lockstep.launch.rendezvous.job_contract import JobContract, Signature, version_in
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.notices import (
     Message,
@@ -49,7 +49,6 @@ from lockstep.launch.rendezvous.notices import (
     notice_to_json,
 )
 from lockstep.launch.rendezvous.plan import UNKNOWN, Member, NodeReport, Plan, beat_in, record_text
-from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.run_dir.run_directory import next_generation
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS
 from lockstep.launch.schedulers.grid_engine import GridEngine

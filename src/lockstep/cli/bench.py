@@ -12,10 +12,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
-from lockstep.cli.option_formatting import STRATEGIES, option_lines
-from lockstep.cli.setting_options import read_set
-from lockstep.cli.site_file import site_prices
+from lockstep.cli.command import STRATEGIES, Command, Parser, ScriptParser, option_lines, program_of, say
+from lockstep.cli.setting_options import read_set, site_prices
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 from lockstep.settings import Settings, parse

@@ -1,4 +1,4 @@
-"""What a command consists of."""
+"""What a command consists of, and the lines of its ``--help``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from lockstep.errors import SettingError
+from lockstep.strategy_kinds import strategy_names
 
 if TYPE_CHECKING:  # loads what a command needs that starts ranks
     from lockstep.launch import Module, Script
+
+
+#: In the help of an option: the words of all strategies. Other packages are looked up only where the help is shown.
+STRATEGIES: Final = "<strategies>"
+_WIDTH: Final = 112
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +92,14 @@ class ScriptParser(Parser):
             raise SettingError(f"{unknown[0]}: give a script, a file whose name ends in .py")
         parsed.script, parsed.args = script, of_script
         return parsed, unknown
+
+
+class _OptionLines(argparse.HelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = super()._get_help_string(action)
+        return text and (text.replace(STRATEGIES, ", ".join(strategy_names())) if STRATEGIES in text else text)
+
+
+def option_lines(option_columns: int) -> partial[_OptionLines]:
+    """A formatter of argparse, with options in so many columns of each line."""
+    return partial(_OptionLines, max_help_position=option_columns, width=_WIDTH)

@@ -11,9 +11,8 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from lockstep.cli.bench import bench_options
-from lockstep.cli.command import Command, Parser
+from lockstep.cli.command import Command, Parser, option_lines
 from lockstep.cli.doctor import doctor_options
-from lockstep.cli.option_formatting import option_lines
 from lockstep.cli.run_options import run_options
 from lockstep.cli.tune import tune_options
 from lockstep.cli.verify import verify_options

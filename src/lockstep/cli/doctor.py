@@ -6,8 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
-from lockstep.cli.option_formatting import option_lines
+from lockstep.cli.command import Command, Parser, ScriptParser, option_lines, program_of, say
 from lockstep.errors import SettingError
 
 

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import lockstep
 from lockstep.cli.bench import COMMANDS as BENCH_COMMANDS
-from lockstep.cli.command import Command, Parser, say, split_at_script
+from lockstep.cli.command import STRATEGIES, Command, Parser, option_lines, say, split_at_script
 from lockstep.cli.config import COMMANDS as CONFIG_COMMANDS
 from lockstep.cli.config import file_options, file_words
 from lockstep.cli.doctor import COMMANDS as DOCTOR_COMMANDS
-from lockstep.cli.option_formatting import STRATEGIES, option_lines
 from lockstep.cli.predict import COMMANDS as PREDICT_COMMANDS
 from lockstep.cli.report import COMMANDS as REPORT_COMMANDS
 from lockstep.cli.run_options import INSTEAD, accept_underscores, moment, node_options, nodes_of, run_options

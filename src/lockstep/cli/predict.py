@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.cli.command import Command, Parser, ScriptParser, say
-from lockstep.cli.option_formatting import STRATEGIES, option_lines
-from lockstep.cli.site_file import site_prices, site_table
+from lockstep.cli.command import STRATEGIES, Command, Parser, ScriptParser, option_lines, say
+from lockstep.cli.setting_options import site_prices, site_table
 from lockstep.errors import SettingError
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK
 from lockstep.records import read_bytes

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from datetime import datetime, time, timedelta
 from typing import TYPE_CHECKING, Final
 
-from lockstep.cli.command import Parser
-from lockstep.cli.option_formatting import option_lines
+from lockstep.cli.command import Parser, option_lines
 from lockstep.cli.setting_options import add_setting_options
 from lockstep.cpython_private import actions_by_option
 from lockstep.errors import SettingError

@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lockstep.cli.command import Command, Parser, say
-from lockstep.cli.option_formatting import option_lines
+from lockstep.cli.command import Command, Parser, option_lines, say
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.formatting import duration, harmless, size
 from lockstep.launch_contract import EXIT_FAILED, EXIT_OK

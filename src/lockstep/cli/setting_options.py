@@ -1,15 +1,21 @@
-"""The options that are settings of a run: declared once for the commands that start one, and read by them."""
+"""The options that are settings of a run: declared once for the commands that start one, and read by them.
+
+Also what the files of a project and of a user say to single commands.
+"""
 
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Any, Final
 
-from lockstep.cli.option_formatting import STRATEGIES
+from lockstep.cli.command import STRATEGIES
 from lockstep.cpython_private import ArgumentGroup
 from lockstep.errors import SettingError
+from lockstep.project_files import project_files, table
 from lockstep.settings import Settings, parse
 
 
@@ -70,3 +76,30 @@ def settings_of(parsed: argparse.Namespace) -> dict[str, str]:
     given |= {name: value for name in _OPTIONS if (value := getattr(parsed, name, None)) is not None}
     Settings(**{name: parse(name, value) for name, value in given.items()})
     return given
+
+
+def site_table(name: str) -> dict[str, object]:
+    """The table ``[name]`` of these files; empty where there is none.
+
+    Raises:
+        SettingError: as `project_files` does.
+    """
+    return table(name, project_files(os.environ))
+
+
+def site_prices() -> Any:
+    """The table ``[prices]``, of one device for one hour.
+
+    Raises:
+        SettingError: as `site_table`, and for a price that is no number from 0.
+    """
+    from lockstep.scale import Prices
+
+    files = project_files(os.environ)
+    prices = table("prices", files)
+    currency = str(prices.pop("currency", "")) or "per hour"
+    for name, price in prices.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
+            place = next(file.place("prices", name) for file in files if name in file.table("prices"))
+            raise SettingError(f"{place}: {name} = {price!r}; give a number, of one device for one hour")
+    return Prices(prices, currency if prices else "")

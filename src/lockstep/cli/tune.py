@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from lockstep.cli.command import Command, Parser, split_at_script
-from lockstep.cli.option_formatting import option_lines
+from lockstep.cli.command import Command, Parser, option_lines, split_at_script
 from lockstep.cli.setting_options import add_setting_options, settings_of
 from lockstep.errors import SettingError
 from lockstep.formatting import command_line

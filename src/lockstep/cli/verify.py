@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from lockstep.cli.command import Command, Parser, ScriptParser, program_of, say
-from lockstep.cli.option_formatting import option_lines
+from lockstep.cli.command import Command, Parser, ScriptParser, option_lines, program_of, say
 from lockstep.cli.setting_options import read_set
 from lockstep.errors import SettingError
 from lockstep.formatting import plural

@@ -28,12 +28,14 @@ from lockstep.collectives.reduce_scatter import (
 )
 from lockstep.collectives.reduction_plan import Runs
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator, fold, nodes_of
-from lockstep.collectives.stored_tensor import ReadBox, StoredTensor, in_memory
 from lockstep.collectives.tensor_shard import (
+    ReadBox,
+    StoredTensor,
     TensorShard,
     as_absent_shards,
     as_owned_shards,
     gather_on_leader,
+    in_memory,
     local_part,
 )
 from lockstep.collectives.wait_clock import WaitClock, wait_clock

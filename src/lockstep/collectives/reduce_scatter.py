@@ -27,7 +27,7 @@ from lockstep.collectives.gloo_threads import destroy_process_groups
 from lockstep.collectives.group import Group, translating_peer_errors
 from lockstep.collectives.reduction_plan import Runs, turns_of
 from lockstep.collectives.reduction_tree import Node, TreeAccumulator
-from lockstep.collectives.shared_memory_parts import SharedMemoryExchange, SharedMemoryGather
+from lockstep.collectives.shared_memory import SharedMemoryExchange, SharedMemoryGather
 
 # Torch 2.13 gave it a new name, and warns of the old one.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

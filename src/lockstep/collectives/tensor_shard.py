@@ -1,23 +1,32 @@
-"""The part of a tensor that one rank holds, of a tensor that several ranks hold together.
+"""Tensors that are not whole in this rank's memory.
 
-Such as one of shape (5, 3)::
+One of shape (5, 3) that several ranks hold together::
 
     rank 0: rows 0..2       TensorShard(tensor of (3, 3), start (0, 0), shape (5, 3))
     rank 1: rows 3..4       TensorShard(tensor of (2, 3), start (3, 0), shape (5, 3))
     rank 2: nothing         TensorShard(None, (), shape (5, 3))
+
+One that lies in a file, whose users decide what is read of it, and when::
+
+    state["weight"]                      a StoredTensor of shape (5, 3): nothing is in memory
+    state["weight"].rows(3, 5)           its last two rows, on the rank that holds these
+    parameter.copy_(state["weight"])     read as a whole, copied, and forgotten again
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from lockstep.collectives.group import Group
-from lockstep.torch_private import pytree
+from lockstep.torch_private import no_torch_function, pytree, wrapper_tensor
+
+ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
+"""The box at a first element, of a shape: contiguous on the CPU, with memory of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,3 +117,60 @@ def _box(shard: TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     if shard.tensor is None or not shard.tensor.numel():
         return None
     return tuple(shard.start), tuple(shard.tensor.shape)
+
+
+class StoredTensor(torch.Tensor):
+    """A tensor on the CPU whose values are in a file; each operation reads it whole, and gives plain tensors.
+
+    So ``load_state_dict`` of modules and optimizers takes it, and holds one tensor more at a time. What `read` raises
+    comes out of the operation.
+    """
+
+    _read: ReadBox
+
+    @staticmethod
+    def __new__(cls: type[Self], shape: Sequence[int], dtype: torch.dtype, read: ReadBox) -> Self:
+        """A tensor of ``shape`` and ``dtype``, of which ``read`` gives boxes."""
+        made: Self = wrapper_tensor(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        made._read = read
+        return made
+
+    def box(self, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read only the elements from ``start`` on, ``shape`` of them; with memory of its own."""
+        return self._read(tuple(start), tuple(shape))
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        """Read only the rows from ``first`` to before ``end``; with memory of its own."""
+        rest = tuple(self.shape[1:])
+        return self.box((first, *(0 for _ in rest)), (end - first, *rest))
+
+    def whole(self) -> torch.Tensor:
+        """Read all of it; with memory of its own."""
+        return self._read((0,) * self.dim(), tuple(self.shape))
+
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> object:
+        args, kwargs = in_memory((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, _memo: object) -> torch.Tensor:
+        return self.whole()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+
+def in_memory(value: Any) -> Any:
+    """``value``, nested dicts, lists and tuples, with each `StoredTensor` read whole."""
+    if isinstance(value, StoredTensor):
+        return value.whole()
+    if type(value) is dict:
+        return {key: in_memory(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(in_memory, value))
+    # Ten times as slow, which shows where a run goes on after a death.
+    return pytree.tree_map_only(StoredTensor, StoredTensor.whole, value) if isinstance(value, dict | tuple) else value

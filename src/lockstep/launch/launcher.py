@@ -28,8 +28,8 @@ from lockstep.launch.host.machine import Machine
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting
 from lockstep.launch.job.request import Function, Nodes, OnHang, Request
 from lockstep.launch.node_start import NodePart, announce, prepared, running_elsewhere, say, settled
+from lockstep.launch.rendezvous.job_contract import SECRET
 from lockstep.launch.rendezvous.join import Joined, join_alone
-from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.owned_directory import emergency_memory
 from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused

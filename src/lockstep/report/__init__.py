@@ -13,9 +13,8 @@ from lockstep.report.figure import new_figure, save_svg, write_table
 from lockstep.report.metrics_file import MetricsFile, record_row
 from lockstep.report.prometheus import export_metrics
 from lockstep.report.run_file import about_run, change_about_run
-from lockstep.report.status import RanksFile, RankStatus, State, Status, StatusFile, epoch_number, lateness
-from lockstep.report.throughput import Throughput
-from lockstep.report.top import ended, require_run, table, top
+from lockstep.report.status import RanksFile, RankStatus, State, Status, StatusFile, Throughput, epoch_number, lateness
+from lockstep.report.top import ended, newest_run, require_run, table, top
 from lockstep.report.trackers import LogsValues, TrackerContext, TrackerThread, open_trackers
 from lockstep.report.trackers import refuse_unknown as refuse_unknown_trackers
 from lockstep.report.views import (
@@ -54,6 +53,7 @@ __all__ = [
     "lateness",
     "line_interval_s",
     "new_figure",
+    "newest_run",
     "open_trackers",
     "record_row",
     "refuse_unknown_trackers",

@@ -93,9 +93,15 @@ def require_run(run_dir: Path) -> None:
         SettingError: if not; names the newest one.
     """
     if not (run_dir / RUN_FILE).exists():
-        runs = sorted(Path("runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
-        near = f"; the newest is {runs[-1].parent}" if runs else ""
+        newest = newest_run()
+        near = "" if newest is None else f"; the newest is {newest}"
         raise SettingError(f"{run_dir} is no run directory (it holds no {RUN_FILE}){near}")
+
+
+def newest_run() -> Path | None:
+    """The directory below ``runs`` whose record has changed last; None if there is none."""
+    runs = sorted(Path("runs").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
+    return runs[-1].parent if runs else None
 
 
 def ended(run_dir: Path) -> bool:

@@ -17,7 +17,7 @@
 Each folder's own page says what its files are for.
 """
 
-from lockstep.run.benchmark.host_waits import HostWaits
+from lockstep.run.benchmark.measurement import HostWaits
 from lockstep.run.checks.oom_advice import free_bytes
 from lockstep.run.metrics.metric_means import MetricMeans
 from lockstep.run.proofs.replay import Play

@@ -1,9 +1,8 @@
 """How many ranks are worth asking for: measuring a script (`bench`), and predicting it elsewhere (`predict`)."""
 
 from lockstep.scale.bench import BenchPlan, bench, look
-from lockstep.scale.bench_picture import draw
-from lockstep.scale.bench_result import BenchResult
-from lockstep.scale.bench_table import table
+from lockstep.scale.bench_report import draw, table
+from lockstep.scale.bench_result import BenchResult, Prices
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.find_setting import find
 from lockstep.scale.find_setting import report as found_report
@@ -12,11 +11,12 @@ from lockstep.scale.links import Link
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
 from lockstep.scale.memory_need import memory_table
 from lockstep.scale.predict import PredictionRequest, cheapest_within, fastest_within, predict, side_by_side, what_if
-from lockstep.scale.predict_picture import draw_estimates, draw_table
 from lockstep.scale.predict_report import (
     basis,
     choice,
     compared,
+    draw_estimates,
+    draw_table,
     estimates_table,
     largest,
     rows_summary,
@@ -25,7 +25,6 @@ from lockstep.scale.predict_report import (
 )
 from lockstep.scale.profile_script import profile_link, profile_script
 from lockstep.scale.published import read_rows
-from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import StepTime, StrategyCost, simulate

@@ -13,10 +13,18 @@ from lockstep.cpu_use import CpuUse, CpuWatch
 from lockstep.formatting import plural
 from lockstep.launch import Machine, Module, Script, check_program
 from lockstep.provenance import versions
-from lockstep.scale.bench_result import BenchMachine, BenchResult, BenchRow
+from lockstep.scale.bench_result import (
+    BenchMachine,
+    BenchResult,
+    BenchRow,
+    Prices,
+    RoundSeen,
+    measured,
+    with_reference,
+    with_times,
+)
 from lockstep.scale.catalogue import open_catalogue
 from lockstep.scale.measured_run import FailedRun, MeasuredRun, Records, measure
-from lockstep.scale.rows import Prices, RoundSeen, measured, with_reference, with_times
 from lockstep.scale.sweep import BatchSizes, Start, Sweep, Variant, rounds_of, start_of
 from lockstep.step_record import RankRecord
 

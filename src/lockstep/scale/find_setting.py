@@ -17,8 +17,8 @@ from lockstep.errors import SettingError
 from lockstep.formatting import count, plural
 from lockstep.launch import Machine, check_program
 from lockstep.scale.bench import BenchPlan, Say, look, measure_round, row_of
+from lockstep.scale.bench_result import Prices, RoundSeen
 from lockstep.scale.measured_run import FailedRun
-from lockstep.scale.rows import Prices, RoundSeen
 from lockstep.scale.sweep import BatchSizes, Start, start_of
 
 Setting = Literal["batch", "workers", "bucket"]

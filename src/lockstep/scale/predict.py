@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from lockstep.errors import PlanError, SettingError
+from lockstep.scale.bench_result import Prices
 from lockstep.scale.catalogue import Catalogue
 from lockstep.scale.links import Link
 from lockstep.scale.other_device import MovedProfile, for_ranks, on_gpu, with_micro_batch
-from lockstep.scale.rows import Prices
 from lockstep.scale.scaling_loss import Loss, ScalingLoss, Traits, shipped_loss
 from lockstep.scale.simulated_strategy import SimulatedStrategy
 from lockstep.scale.simulator import StepTime, alone_s, simulate

@@ -21,7 +21,7 @@ from lockstep.collectives import (
 )
 from lockstep.collectives.reduce_scatter import _TreeSum
 from lockstep.collectives.reduction_plan import turns_of
-from lockstep.collectives.shared_memory_parts import SharedMemoryExchange
+from lockstep.collectives.shared_memory import SharedMemoryExchange
 from lockstep.errors import MismatchError
 from lockstep.world import World
 from worlds import on_world

@@ -5,7 +5,7 @@ import os
 import torch
 
 from lockstep.collectives import open_group
-from lockstep.collectives.shared_memory_parts import SharedMemoryGather
+from lockstep.collectives.shared_memory import SharedMemoryGather
 from lockstep.testing import run_ranks
 from lockstep.world import World
 

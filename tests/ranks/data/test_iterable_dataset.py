@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from campaign_marks import combinations
 from loaders import loader_of, on_world, steps_of
 from lockstep.batch import BatchPlan
-from lockstep.data.iterable.single_process_view import single_process_view
+from lockstep.data.iterable.iterable_dataset import single_process_view
 from lockstep.data.seen_samples import checksum
 from lockstep.errors import DataError
 from lockstep.run import Run

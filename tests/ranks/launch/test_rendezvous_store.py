@@ -16,11 +16,18 @@ from lockstep.launch.host.timed_calls import StoppedWaiting
 from lockstep.launch.job.program_sources import source_hashes
 from lockstep.launch.job.request import Module, NodeOptions, Nodes, Request, Script
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences
+from lockstep.launch.rendezvous.job_contract import (
+    COORDINATOR_FILE,
+    SECRET_FILE,
+    JobContract,
+    Signature,
+    differences,
+    make_signature,
+    read_signature,
+)
 from lockstep.launch.rendezvous.join import StoreProcess, limits_of, probe
 from lockstep.launch.rendezvous.notices import Message
 from lockstep.launch.rendezvous.plan import Member, NodeReport, Plan
-from lockstep.launch.rendezvous.signature import SECRET_FILE, Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore
 from lockstep.launch.rendezvous.store_connection import open_store, read_contract, tell_refused
 from lockstep.launch.rendezvous.tcp_store_client import TcpStoreClient, _contract_in, create_store

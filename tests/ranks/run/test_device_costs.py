@@ -23,7 +23,7 @@ from lockstep.run import Run
 from lockstep.run.batches.to_device import to_device
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.loop.step_losses import StepLosses
-from lockstep.run.setup.precision import Precision
+from lockstep.run.setup.kernels import Precision
 from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.gradient_accumulation import ParameterSet
 from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout

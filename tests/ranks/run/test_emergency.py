@@ -25,7 +25,6 @@ from lockstep.launch.run_dir.owned_directory import emergency_memory
 from lockstep.launch_contract import EMERGENCY, RUN_DIR
 from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
 from lockstep.run.recovery.emergency_files import EmergencyFiles
-from lockstep.run.recovery.left_behind import LeftBehind
 from lockstep.run.recovery.measures_journal import (
     Journal,
     Measured,
@@ -36,7 +35,7 @@ from lockstep.run.recovery.measures_journal import (
     read_journal,
     total,
 )
-from lockstep.run.recovery.newest_state import Choice, Left, LeftState, choose
+from lockstep.run.recovery.newest_state import Choice, Left, LeftBehind, LeftState, choose
 from lockstep.run.recovery.resume_point import PointMarks, ResumePoint
 from lockstep.run.recovery.survivor import Emergency, EmergencyMemory, open_emergency, writes_emergency
 from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer

@@ -33,11 +33,9 @@ from lockstep.checkpoint import (
 )
 from lockstep.collectives import NeighbourLink, TensorShard, open_group
 from lockstep.errors import CheckpointError, SettingError
-from lockstep.run.recovery.left_behind import _mapped
 from lockstep.run.recovery.measures_journal import Sums
-from lockstep.run.recovery.mirror import MIRROR_PARTS, Mirror, open_mirror
-from lockstep.run.recovery.mirror_plan import MirrorPlan
-from lockstep.run.recovery.newest_state import Left, LeftState, choose
+from lockstep.run.recovery.mirror import MIRROR_PARTS, Mirror, MirrorPlan, open_mirror
+from lockstep.run.recovery.newest_state import Left, LeftState, _mapped, choose
 from lockstep.strategies import StatePart
 from lockstep.testing import run_ranks
 from lockstep.world import World

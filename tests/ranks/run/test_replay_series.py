@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from lockstep.errors import UsageError
 from lockstep.run import Run
-from lockstep.run.proofs.loop_body import LeftLoop, loop_body
+from lockstep.run.proofs.replay_series import LeftLoop, loop_body
 from lockstep.run.proofs.script_snapshot import ScriptSnapshot
 from lockstep.testing import state_hash
 from worlds import on_world_trying_all as on_world

@@ -18,8 +18,8 @@ from lockstep.errors import DataError
 from lockstep.scale import open_catalogue, predict_table, read_rows, shipped_loss
 from lockstep.scale.predict_report import errors_of, summarize
 from lockstep.scale.published import compare
-from lockstep.scale.published_system import system_of
 from lockstep.scale.scaling_loss import ScalingLoss, weighted_quantile
+from lockstep.scale.table_prediction import system_of
 from required_bandwidth import TABLES, UTILIZATIONS, off, required_gbits
 
 CATALOGUE = open_catalogue()

@@ -11,13 +11,22 @@ from hypothesis import strategies as st
 from lockstep.cpu_use import CpuUse, busy_s
 from lockstep.errors import DataError, SettingError
 from lockstep.scale import BenchResult, open_catalogue, read_profile, table, write_profile
-from lockstep.scale.bench_picture import curves, write_csv
-from lockstep.scale.bench_result import BenchMachine, BenchRow, Measured
-from lockstep.scale.bench_table import WIDTH
+from lockstep.scale.bench_report import WIDTH, curves, write_csv
+from lockstep.scale.bench_result import (
+    BenchMachine,
+    BenchRow,
+    Measured,
+    Prices,
+    RoundSeen,
+    measured,
+    most_worthwhile,
+    reference_of,
+    with_reference,
+    with_times,
+)
 from lockstep.scale.measured_run import Records
 from lockstep.scale.memory_need import memory_need, memory_table
 from lockstep.scale.profile_script import link_profile, step_profile
-from lockstep.scale.rows import Prices, RoundSeen, measured, most_worthwhile, reference_of, with_reference, with_times
 from lockstep.scale.steady_state import MedianInterval
 from lockstep.scale.sweep import Variant
 from lockstep.step_record import GradientTime

@@ -5,17 +5,17 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.scale.timeline import (
+from lockstep.scale.trace_run import (
     clock_offsets,
     communication,
     laid_out,
+    lanes_of,
     median_and_worst,
     merge_traces,
     straggler,
     straggler_lines,
     stragglers,
 )
-from lockstep.scale.trace_run import lanes_of
 from records import record_of, step_of
 
 BASE_NS = 1_000_000_000 * 10**9  # 1e9 s since 1970, where the records begin

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tune.record.improvements import Improvements
+from lockstep.tune.record.trial_history import Improvements
 from made_trials import trial
 
 LOSSES = st.lists(st.sampled_from([3.0, 2.0, 1.99, 1.0, -1.0, math.nan]), max_size=20)

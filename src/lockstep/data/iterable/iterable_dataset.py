@@ -10,11 +10,18 @@ Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: what
 what one pass over the whole stream leaves after the others' samples are dropped.
 
 How many samples there are is known at the end only, so the ranks tell each other what they found: see `agreed_steps`.
+
+Streams try to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or
+the environment which rank, and give, or shuffle, each its own part. How a stream is divided is decided by its reader,
+so while it is read every process appears to it to be the only one (`single_process_view`). Which epoch is read it
+learns by its ``set_epoch``, and by the stages of `webdataset` that count.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, count, islice, repeat
@@ -25,17 +32,28 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lockstep.batch import BatchPlan
 from lockstep.data.dataset_marks import DatasetMarks
 from lockstep.data.indexed.sampling import Data, Sample, UserDataset
-from lockstep.data.iterable.single_process_view import single_process_view
-from lockstep.data.iterable.stream_epoch import tell_epoch
 from lockstep.data.seen_samples import checksum
 from lockstep.data.workers import CollateFunction
 from lockstep.errors import DataError
 from lockstep.seeding import seed_generators, seed_of
+from lockstep.torch_private import without_worker_info
 
 _BEGINNING = 4  # samples by which two passes over a stream are compared
 
 Collate = Callable[[list[Sample], int, int, int], Data]
 """A batch of samples that are in an epoch, a step, and a micro-batch of it."""
+#: What launchers, and webdataset for its loader processes, tell each process of its place.
+_ALONE = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "0",
+    "NODE_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "WORKER": "0",
+    "NUM_WORKERS": "1",
+}
 
 
 class StreamStep(NamedTuple):
@@ -332,3 +350,39 @@ def refuse_unequal(plan: BatchPlan) -> None:
             f"micro_batch={plan.micro_batch} does not divide global_batch={plan.global_batch}, which an iterable data "
             f"set needs; use global_batch={m * plan.micro_batch}, or a data set with __getitem__ and __len__"
         )
+
+
+def tell_epoch(dataset: UserDataset, epoch: int) -> None:
+    """``dataset`` is to be read as in ``epoch``, whatever was read of it before in this process."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+    for stage in _stages_of_webdataset(dataset):
+        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
+        if isinstance(getattr(stage, "epoch", None), int):
+            stage.epoch = epoch - 1
+
+
+def _stages_of_webdataset(dataset: UserDataset) -> Iterator[Any]:
+    pipeline = getattr(dataset, "pipeline", None)
+    for stage in pipeline if isinstance(pipeline, list) else ():
+        if type(stage).__module__.startswith("webdataset."):
+            yield stage
+            yield from _stages_of_webdataset(stage)
+
+
+@contextmanager
+def single_process_view() -> Iterator[None]:
+    """Within, this process seems to be the only rank and no loader process; afterwards all is as it was.
+
+    The environment's variables are the process's own: no other thread may read them, or enter here, meanwhile. Those
+    that are not set stay so. About 15 us.
+    """
+    environment = os.environ
+    hidden = {name: environment[name] for name in _ALONE if name in environment}
+    environment.update({name: _ALONE[name] for name in hidden})
+    try:
+        with without_worker_info():
+            yield
+    finally:
+        environment.update(hidden)

@@ -1,7 +1,8 @@
 """How an epoch of a stream is divided among ranks: one reader after another, each for some of its steps.
 
 WholeStream     one reader: every rank reads it all, or strides through it
-DealtStream     one for each deal of shards, and one that reads the rest on every rank
+DealtStream     one for each deal of shards, and one that reads the rest on every rank; a shard of a deal is read from
+                beginning to end, for one place of a step
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -18,16 +19,22 @@ from torch.utils.data import IterableDataset
 from typing_extensions import override
 
 from lockstep.data.indexed.orders import generator_of
-from lockstep.data.indexed.sampling import Sample, UserDataset
-from lockstep.data.iterable.iterable_dataset import OnePassReader, Reader, StreamShare, StridedReader
-from lockstep.data.iterable.single_process_view import single_process_view
+from lockstep.data.indexed.sampling import Data, Sample, UserDataset
+from lockstep.data.iterable.iterable_dataset import (
+    OnePassReader,
+    Reader,
+    StreamShare,
+    StreamStep,
+    StridedReader,
+    single_process_view,
+)
 from lockstep.data.iterable.stream_agreement import RanksFound, samples_of_dealt_step, samples_of_stream_step
 from lockstep.data.seen_samples import checksum
-from lockstep.data.shards.dealt_reader import DealtReader
-from lockstep.data.shards.dealt_shards import Deal, Piece, ShardsFound, first_deal, next_deal
+from lockstep.data.shards.dealt_shards import Deal, Piece, ShardsFound, first_deal, next_deal, position_in
 from lockstep.data.shards.shard_streams import SeededShards, ShardStream, shard_stream_of
 from lockstep.errors import DataError
 from lockstep.formatting import plural
+from lockstep.seeding import seed_generators, seed_of
 
 _LOOKED_AT: Final = 8  # samples of a shard that tell whether ranks read the same
 
@@ -183,3 +190,102 @@ def _is_bare(dataset: UserDataset) -> bool:
 
 def _judge(share: StreamShare, epoch: int) -> Callable[[int, RanksFound], int]:
     return partial(samples_of_stream_step, share.plan, type(share.dataset).__name__, epoch)
+
+
+class DealtReader(Reader):
+    """Reads the hands of this rank's micro-batches, as long as each of them can fill one."""
+
+    def __init__(self, share: StreamShare, shards: SeededShards, deal: Deal, found: ShardsFound) -> None:
+        self._share = share
+        self._shards = shards
+        self._deal = deal
+        self._found = found
+        self._heads: dict[int, list[Sample]] = {}  # by micro-batch
+
+    @override
+    def most_parts(self) -> int:
+        return len(self._share.run)
+
+    @override
+    def part(self, number: int, parts: int) -> Reader:
+        return DealtReader(
+            replace(self._share, run=self._share.run[number::parts]), self._shards, self._deal, self._found
+        )
+
+    @override
+    def nothing(self) -> StreamStep:
+        return StreamStep([0] * len(self._share.run), [], [], 0)
+
+    @override
+    def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
+        """The last one holds only those micro-batches that are full."""
+        share, size = self._share, self._share.plan.micro_batch
+        with single_process_view():
+            hands = [self._begun(epoch, first_step, m) for m in share.run]
+        for step in count(first_step):
+            with single_process_view():
+                groups = [hand.take(step, size) for hand in hands]
+                full = [(m, group) for m, group in zip(share.run, groups, strict=True) if len(group) == size]
+                batches = [share.collate(group, epoch, step, m) for m, group in full]
+            counts = [size if len(group) == size else 0 for group in groups]
+            yield StreamStep(counts, batches, [], 0, [length for hand in hands for length in hand.lengths()])
+            if len(full) < len(groups):
+                return
+
+    @override
+    def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
+        """Padding for a rank without a micro-batch in full steps: a sample that the deal begins with, read once."""
+        with single_process_view():
+            for m in set(indices) - self._heads.keys():
+                self._heads[m] = self._begun(epoch, self._deal.first_step, m).take(self._deal.first_step, 1)
+            return [self._share.collate(self._heads[m], epoch, step, m) for m in indices]
+
+    def _begun(self, epoch: int, step: int, index: int) -> _Hand:
+        """The hand of micro-batch ``index``, at ``step``."""
+        samples = (step - self._deal.first_step) * self._share.plan.micro_batch
+        left, read = position_in(self._deal.hands[index], samples, self._found["lengths"])
+        hand = _Hand(self._share.seed, self._shards, epoch, index, left)
+        if read:
+            hand.open(read)
+        return hand
+
+
+class _Hand:
+    """The samples of one place, from shard to shard."""
+
+    def __init__(self, seed: int, shards: SeededShards, epoch: int, index: int, pieces: list[Piece]) -> None:
+        self._seed = seed
+        self._shards = shards
+        self._epoch = epoch
+        self._index = index
+        self._left = pieces
+        self._samples: Iterator[Sample] | None = None  # of the first piece
+        self._read = 0  # of the first piece, from its start
+        self._lengths: list[tuple[int, int]] = []
+
+    def open(self, read: int) -> None:
+        """The first piece is read after ``read`` of its samples."""
+        shard, start = self._left[0]
+        self._samples, self._read = self._shards.open(self._epoch, shard, start + read), read
+
+    def take(self, step: int, most: int) -> list[Sample]:
+        """The next ``most`` samples, those of ``step``; fewer at the end."""
+        seed_generators(seed_of(self._seed, "samples", self._epoch, step, self._index))
+        taken: list[Sample] = []
+        while len(taken) < most and self._left:
+            if self._samples is None:
+                self.open(0)
+                assert self._samples is not None
+            before = len(taken)
+            taken += islice(self._samples, most - before)
+            self._read += len(taken) - before
+            if len(taken) < most:
+                shard, start = self._left.pop(0)
+                self._lengths.append((shard, start + self._read))
+                self._samples, self._read = None, 0
+        return taken
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """Of the shards that came to their end since this was asked for last: their numbers and all their samples."""
+        found, self._lengths = self._lengths, []
+        return found

@@ -2,5 +2,5 @@
 
 sharded_dataset                  shards of known length: the order of an epoch
 shard_streams                    shards of unknown length, read as streams
-dealt_shards, dealt_reader       which shards each place of a step reads, and how
+dealt_shards                     which shards each place of a step reads
 """

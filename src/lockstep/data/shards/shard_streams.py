@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 from typing_extensions import override
 
 from lockstep.data.indexed.sampling import Sample, UserDataset
-from lockstep.data.iterable.stream_epoch import tell_epoch
+from lockstep.data.iterable.iterable_dataset import tell_epoch
 from lockstep.seeding import GeneratorStates, generator_states, seed_generators, seed_of, set_generator_states
 
 

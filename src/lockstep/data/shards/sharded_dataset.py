@@ -18,7 +18,7 @@ from typing_extensions import override
 from lockstep.batch import BatchPlan, EpochSteps, MicroBatchPosition
 from lockstep.data.indexed.orders import Indices, Order, generator_of
 from lockstep.data.indexed.sampling import Sample, UserDataset
-from lockstep.data.iterable.single_process_view import single_process_view
+from lockstep.data.iterable.iterable_dataset import single_process_view
 from lockstep.errors import DataError
 
 

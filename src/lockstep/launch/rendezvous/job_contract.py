@@ -1,16 +1,37 @@
-"""What the nodes of a job must have in common."""
+"""What the nodes of a job must have in common, and the secret by which they know each other.
+
+Signed are the values that nodes write to their store, so that values of other processes are ignored.
+
+    run directory/.secret, only its user's  ──►  Signature  ──►  "9f86d081... {"number": 3, ...}"
+    LOCKSTEP_SECRET, where that is set      ─┘
+
+A value that is not signed by a launcher of this run is no value. A signature covers the key, so that one value cannot
+stand for another, and the launch, named after its coordinator, so that none of an earlier launch, which has had the
+same secret, stands for one of this. What reads them takes no number that is smaller than one it has seen.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, Self
 
+from lockstep.errors import SettingError
 from lockstep.records import JsonRecord, from_known, object_from, read_bytes
 
 #: In the run directory: the node id of the coordinator of the newest launch.
 COORDINATOR_FILE: Final = ".coordinator"
+#: The environment variable that may hold the secret.
+SECRET = "LOCKSTEP_SECRET"
+#: Its file in the run directory.
+SECRET_FILE = ".secret"
+_BYTES = 32
+#: In the environment; fewer could be found by trying.
+FEWEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +87,91 @@ def is_newest_coordinator(run_dir: Path, node_id: str) -> bool:
         return read_bytes(run_dir / COORDINATOR_FILE) == node_id.encode("ascii")
     except (OSError, ValueError):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What only launchers of one run can write under a value."""
+
+    secret: bytes
+    launch: str = ""  #: the id of the coordinator whose launch it is; "": of none yet, and no value is signed with it
+
+    def __repr__(self) -> str:
+        return "Signature(...)"
+
+    def of_launch(self, coordinator: str) -> Signature:
+        """The same for the launch of that ``coordinator`` alone: what others have signed is not signed."""
+        return replace(self, launch=coordinator)
+
+    def sign(self, key: str, text: str) -> str:
+        """``text`` as it is written to the store under ``key``."""
+        return f"{self._mark(key, text)} {text}"
+
+    def text_of(self, key: str, value: str | bytes) -> str:
+        """What `sign` was given.
+
+        Raises:
+            ValueError: if another secret, or none, has signed the ``value`` that is under ``key``.
+        """
+        # Late: it loads a library of some megabytes, which launchers of one machine do without.
+        import hmac
+
+        mark, _, text = (value if isinstance(value, str) else value.decode(errors="replace")).partition(" ")
+        if not hmac.compare_digest(mark.encode(), self._mark(key, text).encode()):
+            raise ValueError(f"the value of {key} in the store is not signed by a launcher of this run")
+        return text
+
+    def _mark(self, key: str, text: str) -> str:
+        import hmac
+
+        return hmac.new(self.secret, f"{self.launch}\n{key}\n{text}".encode(errors="replace"), "sha256").hexdigest()
+
+
+def make_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
+    """The signature of the run in ``run_dir``, for its coordinator; its secret is made where there is none.
+
+    Raises:
+        SettingError: if somebody else may read the secret that is there, or it is too short.
+        OSError: if the secret cannot be written.
+    """
+    if SECRET not in env:
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(run_dir / SECRET_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(os.urandom(_BYTES))
+    return read_signature(run_dir, env)
+
+
+def read_signature(run_dir: Path, env: Mapping[str, str]) -> Signature:
+    """The signature of the run in ``run_dir``.
+
+    Raises:
+        SettingError: if there is none, it is too short, or somebody else may read or write it.
+    """
+    if SECRET in env:
+        import hashlib
+
+        given = env[SECRET].encode(errors="surrogateescape")
+        if len(given.strip()) < FEWEST_BYTES:
+            raise SettingError(
+                f"{SECRET} has {len(given.strip())} bytes; give at least {FEWEST_BYTES} that nobody can guess, such as "
+                "those of: openssl rand -hex 32"
+            )
+        return Signature(hashlib.sha256(given).digest())
+    path = run_dir / SECRET_FILE
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            about = os.fstat(file.fileno())
+            content = file.read(_BYTES + 1)
+    except OSError as error:
+        raise SettingError(
+            f"the secret of this run, {path}, cannot be read: {error.strerror}; the launchers of all nodes need it: "
+            f"the same user on each, or the same {SECRET} in the environment of each"
+        ) from error
+    private = stat.S_ISREG(about.st_mode) and about.st_uid == os.geteuid() and not about.st_mode & 0o077
+    if not private or len(content) != _BYTES:
+        raise SettingError(
+            f"{path} is not the secret of this run: it must be a file of {_BYTES} bytes that only its user can read "
+            f"(chmod 600); remove it and start again, or set {SECRET} in the environment of each node"
+        )
+    return Signature(content)

@@ -31,10 +31,17 @@ from lockstep.launch.host.timed_calls import FileThread, TaskThread, call_in_tim
 from lockstep.launch.job.program_sources import source_hashes
 from lockstep.launch.job.request import Function, Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
-from lockstep.launch.rendezvous.job_contract import COORDINATOR_FILE, JobContract, differences, is_newest_coordinator
+from lockstep.launch.rendezvous.job_contract import (
+    COORDINATOR_FILE,
+    JobContract,
+    Signature,
+    differences,
+    is_newest_coordinator,
+    make_signature,
+    read_signature,
+)
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.plan import ElasticLimits, NodePlacement, NodeReport, Plan
-from lockstep.launch.rendezvous.signature import Signature, make_signature, read_signature
 from lockstep.launch.rendezvous.store import LocalStore, RendezvousStore
 from lockstep.launch.rendezvous.store_connection import LOG_LEVEL, read_contract, tell_refused
 from lockstep.launch.rendezvous.takeover import LeaseFollower, LeaseHolder, Takeover

@@ -13,8 +13,7 @@ from typing import Protocol, TypeVar, cast
 from lockstep.errors import LaunchError, SettingError
 from lockstep.launch.host.timed_calls import StoppedWaiting, TaskThread
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.job_contract import JobContract, version_in
-from lockstep.launch.rendezvous.signature import Signature
+from lockstep.launch.rendezvous.job_contract import JobContract, Signature, version_in
 from lockstep.network_interface import far_address
 
 T = TypeVar("T")

@@ -30,7 +30,7 @@ from typing import Final
 from lockstep.errors import LaunchError
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.rendezvous.endpoint import Endpoint
-from lockstep.launch.rendezvous.job_contract import JobContract, is_newest_coordinator
+from lockstep.launch.rendezvous.job_contract import JobContract, Signature, is_newest_coordinator
 from lockstep.launch.rendezvous.notices import (
     Notice,
     endings_from_json,
@@ -39,7 +39,6 @@ from lockstep.launch.rendezvous.notices import (
     notice_to_json,
 )
 from lockstep.launch.rendezvous.plan import UNKNOWN, NodeRecord, NodeReport, NodeView, Plan, beat_in, record_text
-from lockstep.launch.rendezvous.signature import Signature
 from lockstep.launch.rendezvous.store import RendezvousStore
 from lockstep.launch.rendezvous.store_connection import (
     ConnectedStore,

@@ -25,8 +25,9 @@ from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.launch_contract import RUN_FILE
 from lockstep.project_files import resolve_settings
 from lockstep.provenance import settings_record, surroundings
-from lockstep.report import about_run, change_about_run
+from lockstep.report import about_run, change_about_run, newest_run
 from lockstep.settings import OPTIONS_VARIABLE, check_variables, options_given
+from lockstep.small_files import unused_path
 from lockstep.world import World
 
 _LOCK = ".lock"
@@ -139,7 +140,7 @@ def prepare(
     run_dir, begins, more = _run_dir(request, given, now)
     aside = None
     if begins == "fresh" and run_dir.exists() and about_run(run_dir) is not None:
-        aside = _unused(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
+        aside = unused_path(run_dir.with_name(f"{run_dir.name}-before-{now:%Y%m%d-%H%M%S}"))
         more = (f"the earlier run is now in {relative_path(aside)}; nothing of it was deleted", *more)
     return Job(
         request=request,
@@ -336,7 +337,7 @@ def _run_dir(
     if request.run_dir is None:
         if request.resume and not request.settings.get("checkpoint"):
             raise SettingError(f"{request.spelt('--resume', True)}: say which run{_newest_run(request)}")
-        new = _unused((_RUNS / f"{request.program.stem}-{now:%Y%m%d-%H%M%S}").absolute())
+        new = unused_path((_RUNS / f"{request.program.stem}-{now:%Y%m%d-%H%M%S}").absolute())
         return new, "resume" if request.resume else "fresh" if request.fresh else "new", ()
     run_dir, spelt = Path(request.run_dir).absolute(), request.spelt("--run-dir", request.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
@@ -371,19 +372,9 @@ def _run_dir(
 
 
 def _newest_run(request: Request) -> str:
-    runs = sorted(_RUNS.glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
-    if runs:
-        return f"; the newest is {request.spelt('--run-dir', str(runs[-1].parent))}"
+    if (newest := newest_run()) is not None:
+        return f"; the newest is {request.spelt('--run-dir', str(newest))}"
     return f", with {request.spelt('--run-dir', 'DIR')}"
-
-
-def _unused(path: Path) -> Path:
-    """``path``, or the first of ``path-2``, ``path-3``... that does not exist."""
-    number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
 
 
 def _generations(run_dir: Path) -> list[object]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from lockstep.launch.job.program import local_rank_option
 from lockstep.launch.job.request import Function
+from lockstep.launch.rendezvous.job_contract import SECRET
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan
-from lockstep.launch.rendezvous.signature import SECRET
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.workers.rank_process import LOCAL_RANK_OPTION, RESULT
 from lockstep.launch_contract import (

@@ -1,8 +1,8 @@
 """What is measured of a run's speed: only where `lockstep bench`, `doctor` or a profile asks for it.
 
 measurement       some steps of the user's own script, and then the run ends
-step_recorder     ... where the time of each step went
-host_waits        ... and where the script has the host wait for a device
+                  ... and where the script has the host wait for a device
+step_recorder     where the time of each step went
 torch_profiler    `profile="steps 10:20"`: one trace per rank
 idle_devices      the one line that says what would use CPUs or GPUs that lie idle
 """

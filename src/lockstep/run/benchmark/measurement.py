@@ -12,29 +12,44 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
+from typing_extensions import override
 
 from lockstep.collectives import local_part, time_sums
-from lockstep.heartbeat import ProgressMarker
+from lockstep.heartbeat import ProgressMarker, is_users
 from lockstep.launch_contract import EXIT_OK
 from lockstep.progress import Progress
 from lockstep.provenance import cpu_model
-from lockstep.run.benchmark.host_waits import HostWaits
 from lockstep.run.benchmark.step_recorder import OUTSIDE, StepRecorder
 from lockstep.run.checks.oom_advice import free_bytes
 from lockstep.run.setup.run_context import RunContext
-from lockstep.step_record import MeasureRequest, RankRecord
+from lockstep.step_record import HostWait, MeasureRequest, RankRecord
 
 _WAIT_STEPS: Final = 10  # a script that prints every ten steps prints in one of them
 _PACE_STEPS: Final = 3  # by which it is known how many fit into a budget
+_CALLS: Final = {
+    **{name: f".{name}()" for name in ("item", "tolist", "numpy", "cpu", "nonzero")},
+    "__float__": "float()",
+    "__int__": "int()",
+    "__bool__": "if",
+    "__index__": "an index",
+    "__array__": "numpy",
+    "__repr__": "print",
+    "__format__": "print",
+}
+_OURS: Final = str(__file__).rpartition("/run/")[0]
 
 
 class Measurement:
@@ -272,3 +287,52 @@ def _peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class HostWaits(TorchFunctionMode):
+    """Counts such calls while it is entered, in this thread.
+
+    Args:
+        on_gpu: whether the script computes on a GPU: then values of tensors on the CPU are no waits.
+        trains: says whether the script trains at this moment; else it does not count.
+    """
+
+    def __init__(self, *, on_gpu: bool, trains: Callable[[], bool]) -> None:
+        super().__init__()
+        self._on_gpu: Final = on_gpu
+        self._trains: Final = trains
+        self._seen: dict[tuple[str, int], list[tuple[str, float]]] = defaultdict(list)  # calls and seconds, by line
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> object:
+        call = _CALLS.get(getattr(func, "__name__", ""), "")
+        waits = call and isinstance(args[0], torch.Tensor) and (args[0].is_cuda or not self._on_gpu) and self._trains()
+        where = _line_of_script(sys._getframe(1)) if waits else None
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if where is not None:
+            self._seen[where].append((call, time.perf_counter() - began))
+        return result
+
+    def found(self, steps: int) -> tuple[HostWait, ...]:
+        """Each line with its calls in ``steps`` steps, the most expensive first."""
+        waits = [
+            HostWait(
+                file,
+                line,
+                ", ".join(sorted({call for call, _ in calls})),
+                len(calls) / steps,
+                sum(took_s for _, took_s in calls) / steps,
+            )
+            for (file, line), calls in self._seen.items()
+        ]
+        return tuple(sorted(waits, key=lambda wait: -wait.seconds))
+
+
+def _line_of_script(frame: FrameType | None) -> tuple[str, int] | None:
+    """The innermost line that is the user's; None if Lockstep itself has called from there."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if is_users(frame.f_code.co_filename):
+            return frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None

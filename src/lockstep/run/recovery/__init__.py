@@ -4,7 +4,7 @@
       resume_point                 does this rank still hold the state of the last finished step, unchanged?
       measures_journal             what this rank alone has measured, in memory that outlives its process;
       copied_measures              ... and on another host
-      mirror, mirror_plan          where a rank alone holds a part of the state: copies of it, here and on another host
+      mirror                       where a rank alone holds a part of the state: copies of it, here and on another host
 
     rank 2 is killed
       survivor                     the next collective fails on the others. They hold the last finished step: under one
@@ -13,8 +13,8 @@
                                    then they end; the launcher starts all ranks of the next generation
 
     the next generation
-      left_behind                  lists what lies on its nodes, and sends parts to nodes that lack them
-      newest_state                 chooses the newest complete state among them: a pure function
+      newest_state                 chooses the newest complete state among those on all nodes: a pure function; sends
+                                   its parts to nodes that lack them
       setup.resume                 loads that state, or the newest checkpoint where no state is complete
       survivor                     removes the files of the dead generation two steps later
 

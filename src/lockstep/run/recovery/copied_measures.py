@@ -15,7 +15,7 @@ from typing import Final
 
 from lockstep.collectives import Group, WriteChannel, meet_neighbours
 from lockstep.run.recovery.measures_journal import journal_memory
-from lockstep.run.recovery.mirror_plan import neighbours_of
+from lockstep.run.recovery.mirror import neighbours_of
 
 #: What the name of a copy begins with; the rank follows that it is of.
 COPIED: Final = "copied-measures-"

@@ -35,10 +35,9 @@ from lockstep.peer_failure import is_peer_failure
 from lockstep.run.metrics.metric_means import MetricMeans, PassMetrics
 from lockstep.run.recovery.copied_measures import CopiedMeasures, open_copied_measures
 from lockstep.run.recovery.emergency_files import EmergencyFiles
-from lockstep.run.recovery.left_behind import LeftBehind
 from lockstep.run.recovery.measures_journal import Measured, MeasuresJournal, Sums
 from lockstep.run.recovery.mirror import Mirror, open_mirror
-from lockstep.run.recovery.newest_state import NOT_USED, Left, choose, differing
+from lockstep.run.recovery.newest_state import NOT_USED, Left, LeftBehind, choose, differing
 from lockstep.run.recovery.resume_point import ResumePoint, described
 from lockstep.settings import Settings
 from lockstep.strategies import StatePart, Strategy

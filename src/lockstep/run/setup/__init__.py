@@ -7,6 +7,6 @@
     the script ends          shutdown         the last save; an error gets the advice that belongs to it
                                               ... and is left for the launcher
 
-`run_checkpoints` is where checkpoints are saved and loaded, or nothing where a run has none. `precision` and `kernels`
-hold number formats and kernels to what the run was set to. `missing_names` answers names that `Run` does not have.
+`run_checkpoints` is where checkpoints are saved and loaded, or nothing where a run has none. `kernels` holds
+kernels and number formats to what the run was set to. `missing_names` answers names that `Run` does not have.
 """

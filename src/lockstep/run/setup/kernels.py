@@ -1,5 +1,7 @@
 """What torch computes with: kernels that give the same bits each time, and as many threads as the run began with.
 
+Also the format of numbers in forward passes, and the loss scaling that fp16 needs.
+
     GPU   while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
                                    libraries choose no kernel by timing
           in backward passes       where torch has none, the run ends: gradients would have other bits each time
@@ -13,19 +15,22 @@ operations of forward passes, of which no gradient depends, would be refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.torch_private import set_deterministic
+from lockstep.torch_private import found_inf, set_deterministic
 
 _REFUSED: Final = " does not have a deterministic implementation"
 _AS_THEY_ARE: Final = nullcontext()
+_NO_AUTOCAST: Final = contextlib.nullcontext()
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Kernels:
@@ -185,3 +190,95 @@ class _Strict:
                 "kernel on this device: gradients would have other bits each time. Use another operation (docs/gpu.md "
                 "lists which have one), or give up equal bits by Run(nondeterministic='warn')"
             ) from error
+
+
+class Precision:
+    """Parameters and optimizer stay fp32; with bf16 and fp16 autocast chooses the format of each operation.
+
+    In fp16 the loss is scaled before the tree and the gradients are unscaled after it. Whether a step is skipped is
+    decided from the summed gradient, which is the same on all ranks: all skip, or none.
+    """
+
+    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
+        self._device: Final = device.type
+        self.dtype: Final = _DTYPES.get(name)  #: of forward passes; None: as the tensors are
+        self._scaler: Final = torch.amp.GradScaler(device.type, enabled=name == "fp16")
+        #: whether losses are scaled, and steps with gradients that are not finite skipped
+        self.scales: Final = self._scaler.is_enabled()
+        self._found: Final[dict[int, torch.Tensor]] = {}  # of optimizers, by id: whether they skip this step
+        self._skipped = False  # whether one has
+        self.scale(torch.ones((), device=device))  # torch makes the scale for the first loss, which not all ranks see
+
+    def forward(self) -> AbstractContextManager[object]:
+        """Around the forward pass and the loss of one micro-batch; casts of parameters are not kept beyond it."""
+        if self.dtype is None:
+            return _NO_AUTOCAST
+        return torch.autocast(self._device, dtype=self.dtype)
+
+    def forget_casts(self) -> None:
+        """Parameters have changed, so forward passes cast them again.
+
+        Autocast keeps casts until its outermost context ends, which for the loop's body is the body's end.
+        """
+        if self.dtype is not None:
+            torch.clear_autocast_cache()
+
+    def backward(self) -> AbstractContextManager[object]:
+        """Around the backward pass, which repeats the formats of the forward pass by itself."""
+        if self.dtype is None:
+            return _NO_AUTOCAST
+        return torch.autocast(self._device, enabled=False)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss`` times the loss scale, at least in fp32."""
+        if loss.dtype in (torch.float16, torch.bfloat16):
+            loss = loss.float()
+        return self._scaler.scale(loss) if self.scales else loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer, on_any_rank: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """In fp16, divide the gradients by the loss scale; all ranks note whether they are finite on all. Collective.
+
+        Args:
+            optimizer: whose gradients.
+            on_any_rank: whether a value of one element is not zero on some rank, as 0.0 or 1.0. Collective.
+        """
+        self._scaler.unscale_(optimizer)
+        # Torch notes it by device; a rank that holds no gradient has noted nothing, and steps or skips, too.
+        noted = found_inf(self._scaler, optimizer)
+        found = sum((value.to(self._device) for value in noted.values()), torch.zeros((), device=self._device))
+        agreed = on_any_rank(found)
+        for device in noted or (agreed.device,):
+            noted[device] = agreed.to(device)
+        self._found[id(optimizer)] = agreed
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16.
+
+        In fp16 the host waits once for a GPU. By torch's scaler it would do so, and twice more for `update_scale`.
+        """
+        if self.scales and bool(self._found.pop(id(optimizer))):
+            self._skipped = True
+        else:
+            optimizer.step()
+
+    @property
+    def loss_scale(self) -> float:
+        """By what losses are multiplied before their backward passes; waits for the GPU."""
+        return self._scaler.get_scale()
+
+    def update_scale(self) -> bool:
+        """Adapt the loss scale, once after all optimizers' steps. Whether these were really made, and not skipped."""
+        if not self.scales:
+            return True
+        self._scaler.update()
+        skipped, self._skipped = self._skipped, False
+        return not skipped
+
+    def state_dict(self) -> dict[str, object]:
+        """The loss scale; empty without one."""
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Go on with the scale of `state_dict`."""
+        if state and self.scales:
+            self._scaler.load_state_dict(state)

@@ -15,7 +15,7 @@ from lockstep.run.checks.script_options import ScriptOptions
 from lockstep.run.inputs.training_inputs import require_no_ranks
 from lockstep.run.metrics.run_log import RunLog
 from lockstep.run.proofs.resume_proof import ResumeProof
-from lockstep.run.recovery.left_behind import LeftBehind
+from lockstep.run.recovery.newest_state import LeftBehind
 from lockstep.run.setup.identity import compare_devices, compare_ranks, device_of_bits
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.snapshot import RunSnapshot

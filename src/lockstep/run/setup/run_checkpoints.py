@@ -14,7 +14,7 @@ from typing_extensions import override
 from lockstep.checkpoint import Checkpoints, Outcome, Saved, SavedTree, StateTree
 from lockstep.errors import CheckpointError, SettingError
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_STOPPED, FRESH, RESUME, RESUME_FROM, RUN_DIR
-from lockstep.run.recovery.left_behind import LeftBehind
+from lockstep.run.recovery.newest_state import LeftBehind
 from lockstep.run.setup.identity import differences
 from lockstep.run.stopping.stop_requests import JobDeadline
 

@@ -29,8 +29,7 @@ from lockstep.run.metrics.metric_means import PassMetrics
 from lockstep.run.metrics.progress_reporter import ProgressReporter, RankWarnings
 from lockstep.run.recovery.survivor import Emergency, open_emergency, writes_emergency
 from lockstep.run.setup.identity import RunIdentity
-from lockstep.run.setup.kernels import Kernels, number_formats
-from lockstep.run.setup.precision import Precision
+from lockstep.run.setup.kernels import Kernels, Precision, number_formats
 from lockstep.run.setup.run_checkpoints import DirectoryCheckpointer, RunCheckpointer
 from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.registered import State

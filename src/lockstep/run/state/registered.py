@@ -1,21 +1,33 @@
-"""Everything that a checkpoint of a run holds, gathered and put back by name."""
+"""Everything that a checkpoint of a run holds, gathered and put back by name.
+
+Models of the script beside those of the run, whose buffers the loop's body moves, as BatchNorm of a teacher does:
+
+a body in the loop of run.train     each rank moves them by its own micro-batches; a replay of one moves nothing
+the same loop, in eval mode         to compute with what bodies have moved is refused: ranks hold different ones
+run.evaluate, on several ranks      so it is there
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint import SavedModel, SavedTree, StateTree
 from lockstep.collectives import in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.checks.divergence import checksum
 from lockstep.run.metrics.early_stopping import EarlyStopping
+from lockstep.run.source.reachable import find, script_roots
 from lockstep.run.state.attributes import RunAttributes, path_of
-from lockstep.run.state.beside_modules import BesideModules
 from lockstep.run.state.kept_variables import KeptVariables
 from lockstep.run.state.registered_scheduler import RegisteredScheduler, UnregisteredSchedulers
 from lockstep.run.state.training_modes import TrainingModes
@@ -304,3 +316,85 @@ class TransientBuffers:
             for name, buffer in self._module.named_buffers()
             if id(buffer) not in persistent and not buffer.is_meta  # those of another rank's stage
         }
+
+
+class BesideModules:
+    """Of one run.
+
+    Args:
+        models: of the run.
+        kept: of the script.
+    """
+
+    def __init__(self, models: Collection[nn.Module], kept: Mapping[str, Stateful]) -> None:
+        self._models: Final = models
+        self._kept: Final = kept
+        # Buffers, and what they held before replays; None: there was no replay.
+        self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] | None = None
+        self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
+        self._hook: RemovableHandle | None = None  # within the loop, once a body has moved some
+
+    def begin_replay(self) -> None:
+        """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
+        self._watch()
+        if self._before is not None:
+            return
+        self._before = [
+            (f"{path}.{name}.{buffer_name}".replace("..", "."), module, buffer, buffer.clone())
+            for path, name, module in self._within_reach()
+            for buffer_name, buffer in module.named_buffers(recurse=False)
+        ]
+
+    def end_replays(self) -> None:
+        """Something else is about to be handed out: what replays have moved is put back, if there were some."""
+        before, self._before = self._before, None
+        for name, module, buffer, value in before or ():
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+                self._moved[module] = name
+        self._watch()
+
+    def _watch(self) -> None:
+        """From now on the body computes nothing with what it has moved."""
+        if self._moved and self._hook is None:
+            refuse = partial(self._refuse, where="eval mode in the loop of run.train(...)")
+            self._hook = register_module_forward_pre_hook(refuse)
+
+    def forget(self) -> None:
+        """The loop is left, in a replay perhaps: what its body has moved stays, as it was moved once."""
+        self._before = []
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    @contextlib.contextmanager
+    def evaluating(self, ranks: int) -> Iterator[None]:
+        """A context for an evaluation on so many ``ranks``.
+
+        Raises:
+            UsageError: if a module is called there whose buffers differ between ranks.
+        """
+        hook = register_module_forward_pre_hook(self._refuse) if self._moved and ranks > 1 else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _within_reach(self) -> Iterator[tuple[str, str, nn.Module]]:
+        kept = (value for value in self._kept.values() if isinstance(value, nn.Module))
+        known = {module for root in (*self._models, *kept) for module in root.modules()}
+        for path, root in find(script_roots(sys._getframe()), nn.Module).items():
+            if isinstance(root, nn.Module) and root not in known:
+                yield from ((path, name, module) for name, module in root.named_modules() if module not in known)
+
+    def _refuse(self, module: nn.Module, _inputs: object, where: str = "run.evaluate(...)") -> None:
+        name = self._moved.get(module)
+        if name is not None and not module.training:
+            model = name.partition(".")[0]
+            raise UsageError(
+                f"{model} is computed in {where}, and forward passes in the loop of run.train(...) have "
+                f"moved {name}: on each rank by its own micro-batches, so that ranks hold different values. Give it to "
+                f"run.model({model}), which keeps buffers alike on all ranks and in checkpoints; or call "
+                f"{model}.eval() before the loop, if these are not to move"
+            )

@@ -24,7 +24,7 @@ from typing import Any, Self
 from lockstep.errors import SettingError
 from lockstep.launch import RankExit, failure_line, how_it_ended, next_generation
 from lockstep.records import JsonRecord, from_known, of_kind, read_object
-from lockstep.small_files import create_text, replace_text
+from lockstep.small_files import create_text, replace_text, unused_path
 from lockstep.tune.record.journal import SEARCH_FILE, SearchPlan, journal_file, read_search, try_lock
 from lockstep.tune.record.planned_trials import enqueue
 from lockstep.tune.record.warm_start import WarmStart
@@ -238,7 +238,7 @@ def open_directory(
             "--run-dir"
         )
     if fresh:
-        path.rename(_unused(path.with_name(f"{path.name}-before-{now:%Y%m%d-%H%M%S}")))
+        path.rename(unused_path(path.with_name(f"{path.name}-before-{now:%Y%m%d-%H%M%S}")))
         path.mkdir(mode=0o700)
         return directory
     if not resume:
@@ -279,14 +279,9 @@ def join_directory(run_dir: str | None, within_s: float) -> SearchDirectory:
 
 
 def _new(path: Path) -> Path:
-    path = _unused(path)
+    path = unused_path(path)
     path.mkdir(mode=0o700, parents=True)
     return path
-
-
-def _unused(path: Path) -> Path:
-    candidates = (path if not n else path.with_name(f"{path.name}-{n}") for n in range(10**6))
-    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def _difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lockstep.formatting import duration, harmless, plural
-from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import SearchRecord
 from lockstep.tune.record.trial import Trial
+from lockstep.tune.record.trial_history import Improvements
 from lockstep.tune.results.importance import PART
 from lockstep.tune.results.result import SearchResult
 

@@ -22,13 +22,12 @@ from lockstep.checkpoint import list_checkpoints
 from lockstep.errors import SettingError
 from lockstep.records import JsonRecord
 from lockstep.trial_contract import CHECKPOINTS
-from lockstep.tune.record.improvements import Improvements
 from lockstep.tune.record.journal import JournalReader, JournalWriter, collector_paused
 from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import Death, Search, WorkerPlacement
 from lockstep.tune.record.trial import Trial
-from lockstep.tune.record.trial_history import TrialHistory
+from lockstep.tune.record.trial_history import Improvements, TrialHistory
 from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.results.result import rank_of
