@@ -54,10 +54,10 @@ class RunCheckpointer:
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> bool:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``again``.
+        """Begin to save ``tree()`` as the state after ``step``, unless ``step`` is saved and ``again`` is false.
 
-        From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
-        that was protected so before is not.
+        Once committed, the checkpoint of step ``protect`` is kept in addition to those kept anyway, and the checkpoint
+        protected before is not.
 
         Returns:
             Whether a save was begun.
@@ -95,7 +95,7 @@ class RunCheckpointer:
         """Wait for the end of the last save."""
 
     def has(self, step: int) -> bool:
-        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        """Whether ``step``, after which the run ends, is saved, or no saves were asked for; called after `close`."""
         return True
 
     def leave_without(self, step: int) -> NoReturn:
@@ -103,7 +103,7 @@ class RunCheckpointer:
         raise AssertionError("nothing was to be saved")
 
     def go_back(self, step: int) -> None:
-        """What came after ``step`` may be wrong: a resume goes on from there, or before. Collective."""
+        """Set aside checkpoints after ``step``, which may be wrong, so that no resume uses them. Collective."""
 
     def abandon(self) -> None:
         """A rank failed: stop waiting for parts of other ranks. Not collective."""

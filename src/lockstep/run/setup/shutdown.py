@@ -140,7 +140,7 @@ class Shutdown:
     def _finish(self) -> None:
         checkpointer, step = self._context.checkpointer, self._position.progress.step
         if self._start.done:
-            self._position.note("taken_up")  # to be gone on with, if the script leaves `epochs` and the run in it
+            self._position.note("taken_up")  # a resume goes on, if the script leaves `epochs` and the run in it
             if not self._position.ended and any(one.stopped for one in self._state.early_stopping.values()):
                 self._position.ended = True
                 self._end_of_step.note_end()
