@@ -381,7 +381,7 @@ class ServerStrategy(Strategy):
 
     @abstractmethod
     def serve(self, target: ParameterSet, position: MicroBatchPosition) -> bool:
-        """Serve one step of the other ranks; then ``.grad`` holds its gradient where this rank owns the parameter.
+        """Serve a step of the other ranks; then parameters owned by this rank have the step's gradient in ``.grad``.
 
         Returns:
             Whether the other ranks made the step; if not, these have left their loop over micro-batches, and `end_loop`

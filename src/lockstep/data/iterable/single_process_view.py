@@ -1,8 +1,8 @@
-"""What a stream sees of the world while it is read: one process that reads everything.
+"""The view of the world for a stream that is read: a single process, which reads all samples.
 
-Streams try to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or
-the environment which rank, and give, or shuffle, each its own part. How a stream is divided is decided by its reader,
-so here every process appears to it to be the only one.
+Streams try to divide themselves: ``datasets`` and ``webdataset`` ask torch which loader process they are in, or the
+environment which rank, and give, or shuffle, only their own part. The reader of a stream decides on its division, so
+every process appears to a stream to be the only one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from lockstep.torch_private import without_worker_info
 
-#: What launchers, and webdataset for its loader processes, tell each process of its place.
+#: Variables by which launchers, and webdataset for its loader processes, tell each process its place.
 _ALONE = {
     "RANK": "0",
     "WORLD_SIZE": "1",
@@ -29,10 +29,10 @@ _ALONE = {
 
 @contextmanager
 def single_process_view() -> Iterator[None]:
-    """Within, this process seems to be the only rank and no loader process; afterwards all is as it was.
+    """A context in which this process seems to be the only rank and no loader process.
 
-    The environment's variables are the process's own: no other thread may read them, or enter here, meanwhile. Those
-    that are not set stay so. About 15 us.
+    The environment's variables belong to the process: no other thread may read them, or enter this context, meanwhile.
+    Variables that are not set stay unset. Takes about 15 us.
     """
     environment = os.environ
     hidden = {name: environment[name] for name in _ALONE if name in environment}

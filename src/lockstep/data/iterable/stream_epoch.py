@@ -1,4 +1,4 @@
-"""How a stream learns which epoch is read: by its ``set_epoch``, and the stages of `webdataset` that count."""
+"""The epoch that a stream is told: by its ``set_epoch``, and in the stages of `webdataset` that count epochs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from lockstep.data.indexed.sampling import UserDataset
 
 
 def tell_epoch(dataset: UserDataset, epoch: int) -> None:
-    """``dataset`` is to be read as in ``epoch``, whatever was read of it before in this process."""
+    """Let ``dataset`` give the samples of ``epoch``, whatever this process has read before."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
     for stage in _stages_of_webdataset(dataset):
-        # It would count the passes begun in this process: in a loader process, or after a resume, they are others.
+        # The stage would count the passes begun in this process, whose number differs in a loader process, or after a
+        # resume.
         if isinstance(getattr(stage, "epoch", None), int):
             stage.epoch = epoch - 1
 

@@ -1,6 +1,6 @@
-"""Data sets that lie in shards, such as tar files: each is read from one end to the other.
+"""Data sets in shards, such as tar files: each shard is read from beginning to end.
 
 sharded_dataset                  shards of known length: the order of an epoch
 shard_streams                    shards of unknown length, read as streams
-dealt_shards, dealt_reader       which shards each place of a step reads, and how
+dealt_shards, dealt_reader       the shards of each place of a step, and their reader
 """

@@ -1,4 +1,4 @@
-"""One rank's way to the samples of dealt shards: each is read from beginning to end, for one place of a step."""
+"""The reader of dealt shards, each of which is read from beginning to end, for one place of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lockstep.seeding import seed_generators, seed_of
 
 
 class DealtReader(Reader):
-    """Reads the hands of this rank's micro-batches, as long as each of them can fill one."""
+    """Reads the hands of this rank's micro-batches, as long as each hand can fill a micro-batch."""
 
     def __init__(self, share: StreamShare, shards: SeededShards, deal: Deal, found: ShardsFound) -> None:
         self._share = share
@@ -42,7 +42,7 @@ class DealtReader(Reader):
 
     @override
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
-        """The last one holds only those micro-batches that are full."""
+        """See `Reader.steps`; the last step holds only the full micro-batches."""
         share, size = self._share, self._share.plan.micro_batch
         with single_process_view():
             hands = [self._begun(epoch, first_step, m) for m in share.run]
@@ -58,7 +58,7 @@ class DealtReader(Reader):
 
     @override
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
-        """Padding for a rank without a micro-batch in full steps: a sample that the deal begins with, read once."""
+        """See `Reader.heads`; for padding of a rank without a micro-batch in full steps: the deal's first sample."""
         with single_process_view():
             for m in set(indices) - self._heads.keys():
                 self._heads[m] = self._begun(epoch, self._deal.first_step, m).take(self._deal.first_step, 1)
@@ -75,7 +75,7 @@ class DealtReader(Reader):
 
 
 class _Hand:
-    """The samples of one place, from shard to shard."""
+    """The samples of a place in the steps, from shard to shard."""
 
     def __init__(self, seed: int, shards: SeededShards, epoch: int, index: int, pieces: list[Piece]) -> None:
         self._seed = seed
@@ -88,12 +88,12 @@ class _Hand:
         self._lengths: list[tuple[int, int]] = []
 
     def open(self, read: int) -> None:
-        """The first piece is read after ``read`` of its samples."""
+        """Open the first piece after ``read`` of its samples."""
         shard, start = self._left[0]
         self._samples, self._read = self._shards.open(self._epoch, shard, start + read), read
 
     def take(self, step: int, most: int) -> list[Sample]:
-        """The next ``most`` samples, those of ``step``; fewer at the end."""
+        """The next ``most`` samples, for ``step``; fewer at the end."""
         seed_generators(seed_of(self._seed, "samples", self._epoch, step, self._index))
         taken: list[Sample] = []
         while len(taken) < most and self._left:
@@ -110,6 +110,6 @@ class _Hand:
         return taken
 
     def lengths(self) -> list[tuple[int, int]]:
-        """Of the shards that came to their end since this was asked for last: their numbers and all their samples."""
+        """The number and the samples of each shard that came to its end since the last call."""
         found, self._lengths = self._lengths, []
         return found

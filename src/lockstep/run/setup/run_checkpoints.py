@@ -88,7 +88,7 @@ class RunCheckpointer:
         """
 
     def leave_stopped(self, step: int, reason: str) -> NoReturn:
-        """Leave the process with code 75: ``step``, the last one, is saved. The leader says so. Not collective."""
+        """Leave the process with code 75, since the last ``step`` is saved; the leader says so. Not collective."""
         raise AssertionError("no step is saved")
 
     def close(self) -> None:
