@@ -1,4 +1,4 @@
-"""What earlier generations have left in memory, read on the nodes that have it and sent to the others."""
+"""States that earlier generations have left in memory, read on nodes that have them and sent to the others."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from lockstep.run.recovery.newest_state import Choice, LeftState
 
 
 class LeftBehind:
-    """The newest complete state that earlier generations have left, the same one on all ranks.
+    """The newest complete state that earlier generations have left, the same state on all ranks.
 
     Args:
         group: all ranks.
-        choice: what was chosen, the same on all.
+        choice: the chosen state, the same on all ranks.
     """
 
     def __init__(self, group: Group, choice: Choice) -> None:
         self._group: Final = group
         self._choice: Final = choice
         self.step: Final = choice.state.step
-        self.about: Final[SavedTree] = choice.state.about  #: what `Checkpoints.save` would have been given
-        self.turn: Final = choice.state.turn  #: whether an iteration of the outer loop begins there
-        self.rows: Final[Sequence[Any]] = choice.state.rows  #: what was logged before that, since the step ended
+        self.about: Final[SavedTree] = choice.state.about  #: the description that `Checkpoints.save` would have got
+        self.turn: Final = choice.state.turn  #: whether an iteration of the outer loop begins at this state
+        self.rows: Final[Sequence[Any]] = choice.state.rows  #: logged since the step ended, before that iteration
 
     @property
     def origin(self) -> str:
-        """Who has written it, in words."""
+        """The writers of the state, in words."""
         state = self._choice.state
         return f"state of rank {state.rank}" if state.parts == 1 else f"put together from {state.ranks} ranks"
 
     def load(self) -> StateTree | None:
-        """Its tree, on every rank; None on all of them if it cannot be read. Collective."""
+        """The tree of the state, on every rank; None on all ranks if the state cannot be read. Collective."""
         loaded = [self._load_part(copies) for copies in self._choice.parts]
         found = [part for part in loaded if part is not None]
-        if len(found) < len(loaded):  # on all ranks alike
+        if len(found) < len(loaded):  # equally on all ranks
             return None
         why_not = ""
         try:
@@ -54,7 +54,7 @@ class LeftBehind:
         return {**tree, "measures": sums.train, "recent": sums.recent}
 
     def _load_part(self, copies: Sequence[LeftState]) -> StateTree | None:
-        """One part, on every rank; None on all of them if it cannot be read. Collective."""
+        """A part of the state, on every rank; None on all ranks if the part cannot be read. Collective."""
         group, why_not = self._group, "it is on another node"
         tree: StateTree | None = None
         for path in (Path(copy.path) for copy in copies):

@@ -1,4 +1,4 @@
-"""Who keeps what of a mirrored state: a pure function of which rank is on which node, and of what it holds.
+"""The plan of a mirrored state: which rank keeps which parts, by each rank's node and part of the state.
 
     one node            part 0  everything that rank 0 holds     part 1  what only rank 1 holds     ...
 
@@ -7,8 +7,9 @@
                         part 4      what all hold       part 4      what all hold
                         copies of 2, 3                  copies of 0, 1
 
-With several nodes each part is on two of them, so that one may be lost with all its memory: what only one rank holds is
-sent to a rank of the next node, and what ranks of several nodes hold is kept on each of these.
+With several nodes each part is on two nodes, so that one node may be lost with all its memory: a part that only one
+rank holds is sent to a rank of the next node, and a part that ranks of several nodes hold is kept on each of these
+nodes.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class MirrorPlan:
-    """What one rank keeps in its host's memory, and whose copies."""
+    """The parts and copies that a rank keeps in its host's memory."""
 
-    parts: int  #: that make the state whole; the one with this rank's number has what it measured, and more
+    parts: int  #: number of parts of a whole state; the part with this rank's number also has its measured values
     own: frozenset[str] | None  #: the names of the state in the part with this rank's number; None: all
-    rest: int | None  #: the number of the part that this rank writes with all other names; None: it writes none
+    rest: int | None  #: the number of the part that this rank writes with all other names; None: no such part
     to: int | None = None  #: the rank on another node that keeps a copy of the part with this rank's number
-    sources: tuple[int, ...] = ()  #: the ranks on other nodes of whose parts this one keeps copies
+    sources: tuple[int, ...] = ()  #: the ranks on other nodes of whose parts this rank keeps copies
 
     @classmethod
     def on_its_node(cls, nodes: Sequence[int], divided: Collection[str], rank: int) -> Self:
-        """Each part is on the node of its rank alone, which is enough as long as no node is lost.
+        """The plan with each part only on the node of its rank, which suffices as long as no node is lost.
 
         Args:
-            nodes: on which node each rank is.
+            nodes: the node of each rank.
             divided: the names of the state of which each rank holds a part.
-            rank: whose plan this is.
+            rank: the rank of the plan.
         """
         is_first = nodes.index(nodes[rank]) == rank
         return cls(len(nodes), None if is_first else frozenset(divided), None)
@@ -44,14 +45,14 @@ class MirrorPlan:
     def on_two_nodes(
         cls, nodes: Sequence[int], numbers: Sequence[int], divided: Collection[str], own: Collection[str], rank: int
     ) -> Self:
-        """Each part is on two nodes at least. There must be two.
+        """The plan with each part on at least two nodes. There must be two nodes.
 
         Args:
-            nodes: on which node each rank is.
-            numbers: ranks with the same number hold the same of what is ``divided``.
+            nodes: the node of each rank.
+            numbers: part numbers; ranks with equal numbers hold equal parts of ``divided`` state.
             divided: the names of the state of which each rank holds a part.
-            own: those of them that lie on one rank alone, whatever its number.
-            rank: whose plan this is.
+            own: names in ``divided`` of state that lies on one rank alone, whatever its number.
+            rank: the rank of the plan.
         """
         holders = {number: {nodes[r] for r, one in enumerate(numbers) if one == number} for number in numbers}
         is_elsewhere = all(len(held) > 1 for held in holders.values())
@@ -69,16 +70,16 @@ class MirrorPlan:
 
 
 def neighbours_of(nodes: Sequence[int], rank: int) -> tuple[int, tuple[int, ...]]:
-    """The rank on another node that keeps copies of what ``rank`` has, and those of which ``rank`` keeps copies.
+    """The rank on another node that keeps copies for ``rank``, and the ranks for which ``rank`` keeps copies.
 
-    ``nodes`` says on which node each rank is; there must be two.
+    ``nodes`` gives the node of each rank; there must be two nodes.
     """
     targets = [_neighbour_of(nodes, r) for r in range(len(nodes))]
     return targets[rank], tuple(r for r, target in enumerate(targets) if target == rank)
 
 
 def _neighbour_of(nodes: Sequence[int], rank: int) -> int:
-    """A rank of the next node; those of one node are spread over all of the next one."""
+    """A rank of the next node; the ranks of a node are spread over all ranks of the next node."""
     every = sorted(set(nodes))
     following = every[(every.index(nodes[rank]) + 1) % len(every)]
     here, there = ([r for r, node in enumerate(nodes) if node == one] for one in (nodes[rank], following))

@@ -1,12 +1,12 @@
-"""What a checkpoint of a run holds, and where each part of it comes from.
+"""The content of a run's checkpoint, and the source of each part.
 
     snapshot ◄── registered      models, optimizers, schedulers, by the order in which the script gave them
              │     ├── training_modes        train() and eval() of each module
-             │     ├── attributes            numbers that modules and optimizers keep beside their state_dict
+             │     ├── attributes            numbers of modules and optimizers outside of their state_dict
              │     ├── registered_scheduler  a scheduler that the run steps
              │     └── beside_modules        buffers of models that are not the run's, such as a teacher's
-             ├── user_values     what the script names in run.keep; kept_variables: its variables that hold these
-             └── carried_state   what a micro-batch hands to the next one, as the hidden state of a recurrent model
+             ├── user_values     objects given to run.keep; kept_variables: the script's variables that hold these
+             └── carried_state   state from micro-batch to micro-batch, as the hidden state of a recurrent model
 
-`whole_models` takes models out of a run, wherever their parts lie.
+`whole_models` exports models from a run, whichever ranks hold their parts.
 """

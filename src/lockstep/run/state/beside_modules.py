@@ -1,8 +1,8 @@
-"""Models of the script beside those of the run, whose buffers the loop's body moves, as BatchNorm of a teacher does.
+"""Models of the script outside of the run, whose buffers the loop's body changes, such as a teacher's BatchNorm.
 
-a body in the loop of run.train     each rank moves them by its own micro-batches; a replay of one moves nothing
-the same loop, in eval mode         to compute with what bodies have moved is refused: ranks hold different ones
-run.evaluate, on several ranks      so it is there
+a body in the loop of run.train     each rank changes them by its own micro-batches; a replay changes nothing
+the same loop, in eval mode         computing with changed buffers is refused: ranks hold different values
+run.evaluate, on several ranks      computing with changed buffers is refused, too
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.run.state.user_values import Stateful
 
 
 class BesideModules:
-    """Of one run.
+    """The modules of a script outside of its run's models.
 
     Args:
         models: of the run.
@@ -34,13 +34,13 @@ class BesideModules:
     def __init__(self, models: Collection[nn.Module], kept: Mapping[str, Stateful]) -> None:
         self._models: Final = models
         self._kept: Final = kept
-        # Buffers, and what they held before replays; None: there was no replay.
+        # Buffers, and their values from before replays; None: no replay has begun.
         self._before: list[tuple[str, nn.Module, torch.Tensor, torch.Tensor]] | None = None
-        self._moved: Final[dict[nn.Module, str]] = {}  # with the name of a buffer
-        self._hook: RemovableHandle | None = None  # within the loop, once a body has moved some
+        self._moved: Final[dict[nn.Module, str]] = {}  # modules with changed buffers, and the name of one
+        self._hook: RemovableHandle | None = None  # within the loop, once a body has changed buffers
 
     def begin_replay(self) -> None:
-        """A replay is about to be handed out: what buffers hold of modules within reach of the script."""
+        """Note the values of buffers that the script can reach, before a replay is handed out."""
         self._watch()
         if self._before is not None:
             return
@@ -51,7 +51,7 @@ class BesideModules:
         ]
 
     def end_replays(self) -> None:
-        """Something else is about to be handed out: what replays have moved is put back, if there were some."""
+        """Restore buffers that replays have changed, before another micro-batch is handed out."""
         before, self._before = self._before, None
         for name, module, buffer, value in before or ():
             if not torch.equal(buffer, value):
@@ -60,13 +60,13 @@ class BesideModules:
         self._watch()
 
     def _watch(self) -> None:
-        """From now on the body computes nothing with what it has moved."""
+        """Refuse computing with changed buffers in eval mode from now on."""
         if self._moved and self._hook is None:
             refuse = partial(self._refuse, where="eval mode in the loop of run.train(...)")
             self._hook = register_module_forward_pre_hook(refuse)
 
     def forget(self) -> None:
-        """The loop is left, in a replay perhaps: what its body has moved stays, as it was moved once."""
+        """Leave the loop, perhaps in a replay: buffers keep the changes by the body."""
         self._before = []
         if self._hook is not None:
             self._hook.remove()
@@ -74,10 +74,10 @@ class BesideModules:
 
     @contextlib.contextmanager
     def evaluating(self, ranks: int) -> Iterator[None]:
-        """A context for an evaluation on so many ``ranks``.
+        """A context for an evaluation on ``ranks`` ranks.
 
         Raises:
-            UsageError: if a module is called there whose buffers differ between ranks.
+            UsageError: if a module is called in the context whose buffers differ between ranks.
         """
         hook = register_module_forward_pre_hook(self._refuse) if self._moved and ranks > 1 else None
         try:
