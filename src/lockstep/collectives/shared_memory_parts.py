@@ -1,14 +1,14 @@
-"""Parts of flat tensors that ranks exchange, or gather, in memory which the ranks of one machine share.
+"""Exchange and gather of parts of flat tensors, in memory that the ranks of one machine share.
 
-    exchange    each rank has its values in its slot    | rank 0: a0 a1 | rank 1: b0 b1 |
-    ---------   all have them there
+    exchange    each rank writes its values into its slot    | rank 0: a0 a1 | rank 1: b0 b1 |
+    ---------   all have written
                 each rank works on its part of each     rank 0: a0 b0       rank 1: a1 b1
 
-    gather      each rank has its part in its place     | rank 0 | rank 1 |
-    ---------   all have: the whole is there, for every rank to copy out of
+    gather      each rank writes its part in its place     | rank 0 | rank 1 |
+    ---------   all have written: every rank may copy the whole out
 
-A dashed line is a barrier, the only one: areas take turns, and one is written again when all ranks have shown, by
-coming to a later barrier, that they are done with it.
+A dashed line is the only barrier: areas take turns, and an area is written again once all ranks have shown, by coming
+to a later barrier, that they are done with it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lockstep.collectives.group import Group
 from lockstep.collectives.shared_memory import SharedMemoryArena
 from lockstep.errors import MismatchError
 
-_WORDS: Final = 4  # that each rank says of a gather
+_WORDS: Final = 4  # that each rank writes about a gather
 _WORD: Final = 8  # bytes
-_MOST_REUSED: Final = 62  # areas whose end a word has a bit for; more are not written again
+_MOST_REUSED: Final = 62  # areas with a bit in a word; further areas are not written again
 
 
 class SharedMemoryExchange:
-    """A `PartExchange` without a copy: what a rank writes into its slot, the others read there."""
+    """A `PartExchange` without a copy: other ranks read the values that a rank writes into its slot."""
 
     def __init__(self, group: Group) -> None:
         self._rank, self._size = group.rank, group.size
@@ -41,13 +41,13 @@ class SharedMemoryExchange:
         self._number = 0  # of the next exchange
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """This rank's slot of the area that is next, for one value a rank. Collective, where the area grows."""
+        """This rank's slot of the next area, for one value per rank. Collective if the area grows."""
         return self._slots(1, numel, dtype)[self._rank, 0]
 
     def __call__(
         self, values: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """Copy in what is not there yet, wait for the others, and look at this rank's part of everything."""
+        """Copy in values that are not in the slot yet, wait for the other ranks, and return this rank's parts."""
         part = like.numel() // self._size
         slots = self._slots(max(counts), like.numel(), like.dtype)
         for slot, value in zip(slots[self._rank], values, strict=False):
@@ -64,7 +64,7 @@ class SharedMemoryExchange:
         self._arena.close()
 
     def _slots(self, values: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The area that is next, of shape (ranks, values, elements)."""
+        """The next area, of shape (ranks, values, elements)."""
         turn, count = self._number % 2, self._size * values * numel
         area = self._areas[turn]
         if area is None or len(area) < count * dtype.itemsize:
@@ -74,32 +74,33 @@ class SharedMemoryExchange:
 
 @dataclass(slots=True)
 class _Area:
-    """Memory for one whole tensor."""
+    """Memory for a whole tensor."""
 
     memory: mmap.mmap
-    tensor: weakref.ref[torch.Tensor] | None = None  #: what was handed out; dead, once this rank is done with it
-    is_free: bool = True  #: whether every rank was done with it before the newest gather
+    tensor: weakref.ref[torch.Tensor] | None = None  #: the tensor handed out; dead once this rank is done with it
+    is_free: bool = True  #: whether every rank was done with the area before the newest gather
 
 
 class SharedMemoryGather:
     """Gathers parts of one length from all ranks, in the protocol of torch's ``FSDPModule.set_custom_all_gather``.
 
-    Ranks gather the same tensors in the same order, which is compared in each gather. When a rank lets go of a tensor
-    is up to Python and autograd, and not the same on all ranks. So each says in a gather which areas it is done with,
-    and the next gathers write those again with which all are.
+    Ranks gather the same tensors in the same order, which is compared in each gather. The time at which a rank releases
+    a tensor depends on Python and autograd, and differs between ranks. So each rank tells in a gather which areas it is
+    done with, and later gathers reuse the areas with which all ranks are done.
     """
 
     def __init__(self, group: Group) -> None:
         self._rank, self._size = group.rank, group.size
         self._arena: Final = SharedMemoryArena(group, "the gathering of parameters")
-        # What ranks say of a gather; two rows a rank, since the next gather may begin before all have read this one's.
+        # The words of ranks about a gather; two rows per rank, since the next gather may begin before all have read the
+        # words.
         self._said: Final = memoryview(self._arena.allocate(2 * self._size * _WORDS * _WORD)).cast("q")
         self._areas: Final[list[_Area]] = []
         self._number = 0  # of the next gather
-        self._next = 0  # the area that it takes
+        self._next = 0  # the area of the next gather
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate a whole tensor, into which this rank copies its part. Collective, where there is no free area."""
+        """Allocate a whole tensor, into which this rank copies its part. Collective if no area is free."""
         count = int(size[0])
         needed = count * dtype.itemsize
         free = [i for i, area in enumerate(self._areas) if area.is_free]
@@ -123,7 +124,7 @@ class SharedMemoryGather:
         """Wait until each rank's part is in ``output_tensor``. Collective.
 
         Raises:
-            MismatchError: if ranks gather other tensors.
+            MismatchError: if ranks gather different tensors.
         """
         reused = enumerate(self._areas[:_MOST_REUSED])
         free = sum(1 << i for i, area in reused if _is_dead(area) and i != self._next)

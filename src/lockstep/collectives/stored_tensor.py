@@ -1,7 +1,7 @@
-"""A tensor that lies in a file: its users decide what is read of it, and when.
+"""A tensor in a file, whose users decide which parts are read, and when.
 
 state["weight"]                      a StoredTensor of shape (5, 3): nothing is in memory
-state["weight"].rows(3, 5)           its last two rows, on the rank that holds these
+state["weight"].rows(3, 5)           its last two rows, on the rank that holds them
 parameter.copy_(state["weight"])     read as a whole, copied, and forgotten again
 """
 
@@ -15,14 +15,14 @@ import torch
 from lockstep.torch_private import no_torch_function, pytree, wrapper_tensor
 
 ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
-"""The box at a first element, of a shape: contiguous on the CPU, with memory of its own."""
+"""Reads the box at a first element, of a shape: contiguous on the CPU, with memory of its own."""
 
 
 class StoredTensor(torch.Tensor):
-    """A tensor on the CPU whose values are in a file; each operation reads it whole, and gives plain tensors.
+    """A tensor on the CPU whose values are in a file; each operation reads the whole tensor, and gives plain ones.
 
-    So ``load_state_dict`` of modules and optimizers takes it, and holds one tensor more at a time. What `read` raises
-    comes out of the operation.
+    So ``load_state_dict`` of modules and optimizers accepts it, and holds one tensor more at a time. Errors of `read`
+    are raised by the operation.
     """
 
     _read: ReadBox
@@ -35,16 +35,16 @@ class StoredTensor(torch.Tensor):
         return made
 
     def box(self, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read only the elements from ``start`` on, ``shape`` of them; with memory of its own."""
+        """Read only the box of ``shape`` at ``start``, into memory of its own."""
         return self._read(tuple(start), tuple(shape))
 
     def rows(self, first: int, end: int) -> torch.Tensor:
-        """Read only the rows from ``first`` to before ``end``; with memory of its own."""
+        """Read only the rows from ``first`` to before ``end``, into memory of their own."""
         rest = tuple(self.shape[1:])
         return self.box((first, *(0 for _ in rest)), (end - first, *rest))
 
     def whole(self) -> torch.Tensor:
-        """Read all of it; with memory of its own."""
+        """Read the whole tensor, into memory of its own."""
         return self._read((0,) * self.dim(), tuple(self.shape))
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
@@ -71,5 +71,5 @@ def in_memory(value: Any) -> Any:
         return {key: in_memory(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(in_memory, value))
-    # Ten times as slow, which shows where a run goes on after a death.
+    # Ten times as slow, which is noticeable where a run goes on after a rank's death.
     return pytree.tree_map_only(StoredTensor, StoredTensor.whole, value) if isinstance(value, dict | tuple) else value

@@ -158,7 +158,7 @@ class EmergencyMemory(Emergency):
         )
 
     def protect(self) -> str:
-        """Try again to open what protects this rank's steps, where that failed; why it failed, or "". Collective."""
+        """See `Emergency.protect`: tries again to open the journal of measured values if this failed. Collective."""
         if any(self._refused):
             before = self._refused
             self._refused = tuple(self._group.gather_objects(self._open_journal(), "emergency memory"))
