@@ -26,7 +26,7 @@ class AllReduce(Protocol):
     """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Begin the sum over the micro-batches of a step; after `finish` it is in ``out``, the same bits on every rank.
+        """Begin the sum over the micro-batches of a step; after `finish`, ``out`` holds it, with equal bits everywhere.
 
         Args:
             out: one-dimensional, of equal length on all ranks, real or complex; may be one of ``partials``.
@@ -50,7 +50,7 @@ class AllReduce(Protocol):
 
 
 def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
-    """The all-reduce that suits the group: shared memory, NCCL or gloo; none for one rank. Collective."""
+    """The all-reduce for the group, over shared memory, NCCL or gloo; without transport for one rank. Collective."""
     if group.size == 1:
         return _NoAllReduce()
     if group.device.type == "cuda" and not group.over_cpu:
@@ -72,7 +72,7 @@ class NativeAllReduce:
         self._works.append(dist.all_reduce(out, group=self._process_group, async_op=True))
 
     def finish(self) -> None:
-        """Wait for every sum that was begun."""
+        """Wait for every begun sum."""
         wait_all(self._works)
 
 

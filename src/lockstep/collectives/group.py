@@ -210,7 +210,7 @@ class Group:
         return finish
 
     def receive(self, tensor: torch.Tensor, source: int, what: str, tag: int = 0) -> None:
-        """Fill ``tensor``, of any type, contiguous and on the CPU, with what the rank ``source`` sends by ``tag``."""
+        """Fill ``tensor``, of any type, contiguous and on the CPU, with the tensor sent by ``source`` with ``tag``."""
         assert self._control is not None
         with translating_peer_errors(what):
             dist.recv(tensor.view(-1).view(torch.uint8), group=self._control, group_src=source, tag=tag)
