@@ -133,7 +133,7 @@ class HeartbeatSender:
         self._file = _file(line)
 
     def now(self) -> Heartbeat:
-        """The heartbeat for where the main thread is now. Never raises: what cannot be observed is left as it was."""
+        """The heartbeat for the main thread's present place. Never raises: a failed observation keeps its value."""
         frame = sys._current_frames().get(self._main)
         place, call, meets = NOWHERE, "", False
         if frame is not None:

@@ -1,7 +1,7 @@
-"""Where a script has the host wait for a device: each call that needs a tensor's value, by the line of the script.
+"""Lines of a script at which the host waits for a device: each call that needs a tensor's value.
 
-On a GPU such a call waits until all queued kernels are done; on a CPU the value is there already, so that what is found
-there is what would wait on a GPU.
+On a GPU such a call waits until all queued kernels are done; on a CPU the value is ready, so calls found on a CPU are
+those that would wait on a GPU.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _OURS: Final = str(__file__).rpartition("/run/")[0]
 
 
 class HostWaits(TorchFunctionMode):
-    """Counts such calls while it is entered, in this thread.
+    """A context that counts calls that wait, in this thread.
 
     Args:
         on_gpu: whether the script computes on a GPU: then values of tensors on the CPU are no waits.
-        trains: says whether the script trains at this moment; else it does not count.
+        trains: says whether the script trains at this moment; other calls do not count.
     """
 
     def __init__(self, *, on_gpu: bool, trains: Callable[[], bool]) -> None:
@@ -74,7 +74,7 @@ class HostWaits(TorchFunctionMode):
 
 
 def _line_of_script(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line that is the user's; None if Lockstep itself has called from there."""
+    """The user's innermost line; None if the call comes from Lockstep itself."""
     while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
         if is_users(frame.f_code.co_filename):
             return frame.f_code.co_filename, frame.f_lineno

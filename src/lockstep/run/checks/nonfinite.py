@@ -66,7 +66,7 @@ class NonFiniteChecks:
         """Check the loss of micro-batch ``index`` of ``of``, over ``items``, in the step after ``step`` steps.
 
         Raises:
-            NonFiniteError: if it is not finite and the run is to stop.
+            NonFiniteError: if it is not finite and the run must stop.
         """
         if self._on_nan == "ignore":
             return
