@@ -1,4 +1,4 @@
-"""The body of the loop that the script is in, as a function: to compute a micro-batch again, no iterator has to go on.
+"""The body of the script's loop as a function, which can compute a micro-batch again without the loop's iterator.
 
 for number, (x, y) in enumerate(bar(run.train(batches))):       def main(run, model, number, total, data):
     total += F.mse_loss(model(x), y).item()                         for x, y in (data,):
@@ -34,15 +34,15 @@ class LeftLoop(Exception):
 
 
 def loop_body(frame: FrameType | None) -> Callable[[Data], None] | None:
-    """A function that computes what the body of the script's loop does for a micro-batch; None where none can be made.
+    """A function that runs the body of the script's loop for a micro-batch; None if none can be made.
 
-    Its calls follow each other as the turns of a loop do: variables of the script's function keep their values from
-    call to call, and the function itself keeps those that it has. What the body changes elsewhere is changed.
+    Successive calls are like the turns of a loop: variables of the script's function keep their values from call to
+    call, but the running function's own variables do not change. Changes of other objects by the body are real.
 
     Args:
         frame: of Lockstep, from which the script waits for its next micro-batch.
 
-    Raises of the function: what the body raises, and `LeftLoop`.
+    The returned function raises the errors of the body, and `LeftLoop`.
     """
     script = next(iter(script_frames(frame)), None)
     if script is None or script.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
@@ -70,7 +70,7 @@ def loop_body(frame: FrameType | None) -> Callable[[Data], None] | None:
 
 
 class _Turns:
-    """Calls a body, with the values that variables had after the last call."""
+    """Calls a body with the values of variables after the last call."""
 
     def __init__(self, body: FunctionType, variables: dict[str, object]) -> None:
         self._body: Final = body
@@ -84,7 +84,7 @@ class _Turns:
 
 
 def _shared(code: CodeType, loop: ast.For) -> set[str]:
-    """The variables of a function that others have as well, which are made in it, but not in the ``loop``."""
+    """The variables of a function that inner functions share, if these are made outside of the ``loop``."""
     inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
     outside = (one for one in inner if not loop.lineno < one.co_firstlineno <= (loop.end_lineno or loop.lineno))
     return {name for one in outside for name in one.co_freevars}
@@ -95,7 +95,7 @@ def _waits_at(node: ast.AST, line: int) -> bool:
 
 
 def _target(target: ast.expr, items: ast.expr, variables: dict[str, object]) -> ast.expr | None:
-    """The part of a loop's variables that gets the micro-batch; None where something else may come out there."""
+    """The part of a loop's target that gets the micro-batch; None if the loop may give other values."""
     match items, target:
         case ast.Call(func=ast.Name(id="enumerate"), args=[part, *_]), ast.Tuple(elts=[_, one]):
             return _target(one, part, variables)
@@ -117,7 +117,7 @@ def _target(target: ast.expr, items: ast.expr, variables: dict[str, object]) -> 
 
 
 def _shows_progress(value: object) -> bool:
-    """Whether a function, or a class, is a package's that hands on what it is given and shows how far it is."""
+    """Whether a function or class is of a package for progress bars, which hands on the items of an iterable."""
     return str(getattr(value, "__module__", "")).partition(".")[0] in _BARS
 
 
