@@ -1,6 +1,6 @@
-"""Checkpoints that are visible only when whole, and hold nothing of how many ranks wrote them.
+"""Checkpoints, which are visible only when whole, and do not depend on the number of ranks that wrote them.
 
-The door. What needs torch is loaded when it is first asked for, so that listing and verifying do without.
+Modules that need torch are imported at their first use, so that listing and verifying work without torch.
 """
 
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.weights_file import checksum_of_first_rows, read_weights
     from lockstep.checkpoint.whole_save import FlatTree, checksums_in, save_whole
 else:
-    # In the else branch, for a type checker would otherwise take every misspelt name for one that exists.
+    # In the else branch, since a type checker would otherwise accept every misspelt name.
     import importlib
 
     def __getattr__(name):  # noqa: ANN001, ANN202 - no type checker looks here

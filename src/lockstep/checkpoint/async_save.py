@@ -1,10 +1,10 @@
-"""The checkpoints of one run. They are saved in the background: the step waits for a copy, a thread does the rest.
+"""The checkpoints of a run, saved in the background: a step waits only for a copy, and a thread does the rest.
 
     every rank, in the step       wait for the save before; encode the tree; copy this rank's part
     every rank's thread           `save_thread`: write the part; the leader commits when all parts are there
 
-Ranks exchange messages through the store, never by a collective: a save that fails on one rank holds up no other, and a
-rank that died is noticed by a deadline.
+Ranks exchange messages through the store, never by a collective: a save that fails on one rank delays no other rank,
+and a dead rank is noticed by a deadline.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class Saved:
 
     path: Path
     step: int
-    about: Mapping[str, Any]  #: what `Checkpoints.save` was given
+    about: Mapping[str, Any]  #: the argument of `Checkpoints.save`
     protected: frozenset[int] = frozenset()  #: steps that `Checkpoints.protect_newest` had protected when it was saved
 
 
 @dataclass(frozen=True, slots=True)
 class _Verified:
-    """What one rank has found in its share of a checkpoint."""
+    """The findings of a rank in its share of a checkpoint."""
 
-    saved: Saved | None  #: what its manifest says; None: it is not whole, or cannot be used
-    damage: str = ""  #: what is not as it was committed
-    refused: str = ""  #: why it cannot be told whether it is whole
-    unreadable: str = ""  #: what the file system says, which says nothing of the checkpoint
-    manifest_sum: int = 0  #: of its whole manifest
+    saved: Saved | None  #: from the manifest; None: the checkpoint is not whole, or cannot be used
+    damage: str = ""  #: differences from what was committed
+    refused: str = ""  #: why this rank cannot tell whether the checkpoint is whole
+    unreadable: str = ""  #: an error of the file system, which does not mean that the checkpoint is damaged
+    manifest_sum: int = 0  #: of the whole manifest
 
     @classmethod
     def of(cls, one: Committed, group: Group, disk: FileSystem) -> Self:
@@ -92,19 +92,19 @@ class _Verified:
 
 
 class Checkpoints:
-    """The checkpoints of one run in one directory, which all ranks see.
+    """The checkpoints of a run in a directory that all ranks share.
 
-    Creating one is collective. ``say`` is called only on the leader, and only from within a call of these
-    methods, never from another thread.
+    The constructor is collective. ``say`` is called only on the leader, and only from within a call of these methods,
+    never from another thread.
 
     Args:
-        root: Directory for the checkpoints of one run at a time; made when the first one is saved.
+        root: Directory for the checkpoints of one run at a time; made at the first save.
         group: The ranks that save together.
         keep: How many checkpoints retention leaves, at least 1.
         say: Is told, in one line each, what the user must know.
         peer_timeout_s: How long one rank's thread waits for another's.
         disk: The file system.
-        reads_back: Whether each rank compares what the disk holds with what it has written, before a commit.
+        reads_back: Whether each rank compares the content of the disk with what it has written, before a commit.
     """
 
     def __init__(
@@ -149,15 +149,16 @@ class Checkpoints:
     def claim(self, job: str = "", generation: int = 0) -> None:
         """Reserve the root for this run, until `release` or the end of the leader. Collective.
 
-        Call it before anything else. Where the root cannot be made or locked, such as on a file system without locks,
-        nothing is held.
+        Call `claim` before other methods. If the root cannot be made or locked, such as on a file system without locks,
+        no lock is held.
 
         Args:
-            job: names the launcher's job, and no other: its earlier generations are over, or about to be. "" without.
+            job: unique name of the launcher's job, whose earlier generations are over, or about to end. "" without a
+                job.
             generation: of that job.
 
         Raises:
-            SettingError: if another run works there.
+            SettingError: if another run works in the root.
         """
         why_not = ""
         if self._group.leads:
@@ -170,31 +171,31 @@ class Checkpoints:
             raise SettingError(why_not)
 
     def before_commit(self, flush: Callable[[], object]) -> None:
-        """From now on the leader calls ``flush`` in the thread of each save, before the checkpoint becomes visible."""
+        """Let the leader call ``flush`` in the thread of each save, before the checkpoint becomes visible."""
         self._writer.before_commit = flush
 
     def release(self) -> None:
-        """Free the root for another run; nothing is saved afterwards. Not collective; also after `abandon`."""
+        """Free the root for another run; no save may follow. Not collective; also allowed after `abandon`."""
         self.abandon()
         self._lock.close()
 
     @property
     def last_committed_step(self) -> int | None:
-        """The newest step known to be committed and whole. After `wait`, the same on every rank that lives."""
+        """The newest step known to be committed and whole. After `wait`, equal on every living rank."""
         self._collect(wait=False)
         return self._last_committed_step
 
     def newest(self) -> Saved | None:
-        """The newest whole checkpoint, the same on every rank; None if none was ever committed. Collective.
+        """The newest whole checkpoint, equal on every rank; None if no checkpoint was ever committed. Collective.
 
-        The ranks together read it completely, each about as much of it as the others, and compare it with its
-        checksums. Damaged ones are skipped and reported. What interrupted saves left behind is removed.
+        The ranks together read the checkpoint completely, each about the same number of bytes, and compare it with its
+        checksums. Damaged checkpoints are skipped and reported. Files of interrupted saves are removed.
 
         Raises:
-            CheckpointError: if there are checkpoints and none is whole, if a newer version of Lockstep wrote the
-                newest, or if a rank does not see it, or sees another one: training from the start, or from two
-                checkpoints, would be wrong in silence.
-            UnreadableCheckpoint: if the file system fails: the newest may be whole, and is not given up for that.
+            CheckpointError: if checkpoints exist and none is whole, if a newer version of Lockstep wrote the newest, or
+                if a rank does not see it, or sees another checkpoint: training from the start, or from two checkpoints,
+                would be wrong in silence.
+            UnreadableCheckpoint: if the file system fails: the newest checkpoint may be whole, and is not given up.
         """
         self.wait()
         there, failed = self._group.broadcast_object(self._listed(), "which checkpoints there are")
@@ -223,7 +224,7 @@ class Checkpoints:
         return saved
 
     def _agree(self, found: _Verified, one: Committed) -> tuple[str, str, str]:
-        """What some rank has found of ``one``: damage, why it is refused, why it cannot be read; or "". Collective."""
+        """The findings of all ranks about ``one``: damage, reason to refuse it, error in reading; or "". Collective."""
         told = (found.damage, found.refused, found.unreadable, found.manifest_sum)
         *texts, sums = zip(*self._group.gather_objects(told, "whether a checkpoint is whole"), strict=True)
         damage, refused, failed = (next(filter(None, of_ranks), "") for of_ranks in texts)
@@ -236,7 +237,7 @@ class Checkpoints:
         return damage, refused, failed
 
     def _listed(self) -> tuple[tuple[Committed, ...], str]:
-        """On the leader, what is committed, newest first; or why that cannot be known."""
+        """The committed checkpoints, newest first, on the leader; or the error in listing them."""
         try:
             return (list_checkpoints(self.root, self._disk) if self._group.leads else ()), ""
         except OSError as error:
@@ -249,15 +250,15 @@ class Checkpoints:
             self._say(f"cannot remove what interrupted saves left in {self.root}: {error}")
 
     def archive(self, *, after: int = -1) -> Path | None:
-        """Move what is committed ``after`` that step into a new directory under the root, where no run finds it.
+        """Move checkpoints of steps later than ``after`` into a new directory under the root, where no run finds them.
 
         Collective.
 
         Returns:
-            That directory; None if there was nothing to move.
+            The new directory; None if no checkpoint was moved.
 
         Raises:
-            CheckpointError: if it cannot be moved.
+            CheckpointError: if a checkpoint cannot be moved.
         """
         self.wait()
         place: Path | None = None
@@ -276,7 +277,7 @@ class Checkpoints:
         return place
 
     def steps(self) -> tuple[int, ...]:
-        """The steps of which something is committed, the newest first; the leader's answer. Collective."""
+        """The steps of the committed checkpoints, newest first, as the leader sees them. Collective."""
         found: list[int] = []
         if self._group.leads:
             with contextlib.suppress(OSError):
@@ -284,37 +285,37 @@ class Checkpoints:
         return tuple(self._group.broadcast_object(found, "steps of the checkpoints"))
 
     def protect_newest(self) -> None:
-        """Retention leaves the newest checkpoint alone from now on, and the one being saved, should it be committed.
+        """Keep the newest checkpoint from now on, and a checkpoint being saved, once it is committed.
 
-        They do not count towards ``keep``. Each later checkpoint names them, so runs that resume from one know, too.
-        Call it on all ranks; it costs nothing and waits for no other rank.
+        Both do not count towards ``keep``. Each later checkpoint names them, so runs that resume know them, too. To be
+        called on all ranks; costs no time and waits for no other rank.
         """
         self._collect(wait=False)
         steps = (self._last_committed_step, self._thread.step if self._thread else None)
         self._protected |= {step for step in steps if step is not None}
 
     def load(self, saved: Saved) -> StateTree:
-        """The tree that was saved, with a `StoredTensor` for each tensor: none is read before it is used.
+        """The saved tree, with a `StoredTensor` for each tensor, which is read only when used.
 
-        Each rank reads the boxes that it needs, also of tensors that other numbers of ranks have divided otherwise, and
-        compares what it reads with its sums. Not collective. Read it before anything else is saved.
+        Each rank reads only the boxes that it needs, also of tensors that another number of ranks has divided
+        differently, and compares them with their checksums. Not collective. Tensors must be read before the next save.
 
         Raises:
-            DamagedCheckpoint: if the manifest that this rank reads is not what was committed.
+            DamagedCheckpoint: if the manifest on this rank's disk is not the committed one.
         """
         tree: StateTree = stored_tree(CheckpointReader(saved.path, self._disk))
         return tree
 
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
-        """Write ``content``, plain values, beside the checkpoint of ``step``, once and if that is committed.
+        """Write ``content``, plain values, beside the checkpoint of ``step``, once the checkpoint is committed.
 
-        It is no part of the checkpoint, and lost in silence where it cannot be written. Only the leader writes.
+        The content is no part of the checkpoint, and is lost silently if it cannot be written. Only the leader writes.
         """
         if self._group.leads:
             self._writer.next_step.put(step, content)
 
     def next_step(self, saved: Saved) -> tuple[Path, dict[str, object] | None]:
-        """The file and the content that `note_next_step` has written beside it; None without one. Collective."""
+        """The file and content that `note_next_step` has written beside ``saved``; None: no content. Collective."""
         content = read_next_step(saved.path, self._disk) if self._group.leads else None
         return saved.path / NEXT_STEP, self._group.broadcast_object(content, "what came after the checkpoint")
 
@@ -323,23 +324,22 @@ class Checkpoints:
 
         No rank waits for another.
 
-        Of the tensors that every rank gives whole, each rank writes a share; of those given as `TensorShard`, each rank
-        writes the part that it holds. Where one rank gives a shard, all must, with the same shape and type of the
-        whole; a save of parts that do not make whole tensors fails.
+        Each rank writes a share of the tensors that every rank gives whole, and its own part of tensors given as
+        `TensorShard`. If one rank gives a shard, all ranks must, with equal shape and type of the whole tensor; a save
+        of parts that do not make whole tensors fails.
 
-        Returns once this rank's share is copied: the tensors may change from then on. If the save before is not
-        finished, waits for it first. A save that fails is reported, leaves nothing behind and does not stop the
-        training.
+        Returns once this rank's share is copied: afterwards the tensors may change. First waits for an unfinished save
+        before. A save that fails is reported, leaves nothing behind and does not stop the training.
 
         Args:
             tree: Nested dicts, lists and tuples of tensors, parts of tensors, and plain values.
             step: Optimizer steps done.
             about: Plain values to be found in the manifest.
-            protect: A step whose checkpoint retention leaves alone from this commit on, until the commit of a save that
-                does not name it. It does not count towards ``keep``.
+            protect: A step whose checkpoint is kept from this commit on, until the commit of a save that does not name
+                it, and does not count towards ``keep``.
 
         Raises:
-            CheckpointError: if the tree holds something that cannot be saved; the message names its path.
+            CheckpointError: if the tree holds a value that cannot be saved; the message names its path.
         """
         self._collect(wait=True, before=step)
         self._report()
@@ -363,7 +363,7 @@ class Checkpoints:
         self._thread = SaveThread(time.monotonic, save, lambda: self._writer.write(save, self._stager, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
-        """The saves that ended since the last call, in order; failures are reported. Cheap enough for every step."""
+        """The saves that ended since the last call, in order; failures are reported. Cheap enough for each step."""
         self._collect(wait=False)
         self._report()
         finished = tuple(self._finished)
@@ -376,30 +376,30 @@ class Checkpoints:
         self._report()
 
     def close(self) -> Outcome | None:
-        """Wait for the last save; nothing is saved afterwards. Collective.
+        """Wait for the last save; no save may follow. Collective.
 
         Returns:
-            How that save ended, in the leader's words; None if there was none. It and `last_committed_step` are the
-            same on every rank, also where one did not hear of the end in time.
+            The outcome of the last save, from the leader; None if no save was begun. The outcome and
+            `last_committed_step` are equal on every rank, also if a rank was not told of the end in time.
         """
         self._closing = True
         self.wait()
         known = self._group.broadcast_object((self._last, self._last_committed_step), "outcome of the last checkpoint")
         self._last, self._last_committed_step = known
-        # The leader may serve the store: it leaves when nobody waits for a message any more.
+        # The leader may serve the store: it must leave only when no rank waits for a message any more.
         self._group.barrier("end of the checkpoints")
         return self._last
 
     def abandon(self) -> None:
-        """Give up what waits for other ranks, after one of them is lost; returns soon. Not collective.
+        """Give up waiting for other ranks, after a rank is lost; returns soon. Not collective.
 
-        A save of which all parts are written is still committed. Nothing is saved afterwards.
+        A save of which all parts are written is still committed. No save may follow.
         """
         self._give_up.set()
         self.wait()
 
     def _collect(self, *, wait: bool, before: int | None = None) -> None:
-        """Take the outcome of the current save, if it has ended or is to be waited for."""
+        """Take the outcome of the current save, if the save has ended or ``wait`` is true."""
         thread = self._thread
         if thread is None or not (wait or thread.ended):
             return
@@ -432,7 +432,7 @@ class Checkpoints:
 
 
 def _file_of(rank: int, ranks: int, names: Sequence[TensorEntry]) -> File:
-    """What ``rank`` writes: its share of what all ranks hold, and its boxes of what is divided."""
+    """The file of ``rank``: its share of tensors that all ranks hold, and its boxes of divided tensors."""
     divided = [number for number, named in enumerate(names) if named.divided and named.here.length]
     common = [number for number, named in enumerate(names) if not named.divided]
     owners, _ = owners_of([names[number].whole.length for number in common], [0] * ranks)

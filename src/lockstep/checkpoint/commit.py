@@ -1,8 +1,8 @@
-"""Directories that appear whole or not at all.
+"""Commit and removal of checkpoint directories, which appear and disappear as a whole.
 
     root/.saving-step-00000042-1f2e-1/     parts written and flushed; manifest written and flushed; names flushed
          |
-         | rename, flush root              <- the commit: before it nothing is visible, after it everything is
+         | rename, flush root              <- the commit: nothing is visible before, and everything after
          v
     root/step-00000042/                    manifest.json  part-00000.safetensors ...
          |
@@ -10,9 +10,10 @@
          v
     root/.removing-step-00000042/          unlinked file by file
 
-"Newest" is not stored anywhere. It is found by listing the directory, so that no pointer can be out of date. A step
-that is saved again with another content does not replace the one there, which no system can do in one act: it is
-committed beside it as ``step-00000042.1`` and outranks it; retention then removes the first.
+The newest checkpoint is not stored anywhere, but found by listing the directory, so that no pointer can be out of date.
+A step that is saved again with another content does not replace the first checkpoint, which no system can do in one
+act: the new checkpoint is committed beside it as ``step-00000042.1`` and outranks the first, which retention then
+removes.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ _CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True, order=True)
 class Committed:
-    """A checkpoint that is visible under ``root``; its content is not judged. The newer is the greater."""
+    """A checkpoint that is visible under ``root``, with unchecked content. The newer checkpoint is the greater."""
 
     step: int
-    revision: int  #: how often the step was saved before with another content
+    revision: int  #: number of earlier saves of the step with another content
     root: Path
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the checkpoint."""
         return self.root / (f"step-{self.step:08d}" + (f".{self.revision}" if self.revision else ""))
 
 
 def list_checkpoints(root: Path, disk: FileSystem = LOCAL) -> tuple[Committed, ...]:
-    """What is committed under ``root``, newest first; empty if there is no such directory."""
+    """The checkpoints committed under ``root``, newest first; empty if the directory does not exist."""
     if not disk.is_directory(root):
         return ()
     names = (_NAME.fullmatch(name) for name in disk.names(root))
@@ -59,12 +60,12 @@ def list_checkpoints(root: Path, disk: FileSystem = LOCAL) -> tuple[Committed, .
 
 
 def scratch_path(root: Path, step: int, mark: str) -> Path:
-    """Where the save marked ``mark`` gathers its files until it is committed."""
+    """The directory in which the save marked ``mark`` gathers its files until the commit."""
     return root / f"{_SAVING}step-{step:08d}-{mark}"
 
 
 def make_directories(path: Path, disk: FileSystem) -> None:
-    """Make ``path`` and its missing parents so that they survive a power cut."""
+    """Make ``path`` and its missing parents, which then survive a power cut."""
     missing = []
     while not disk.is_directory(path):
         missing.append(path)
@@ -79,7 +80,7 @@ def make_directories(path: Path, disk: FileSystem) -> None:
 
 
 def write_file(path: Path, content: Iterable[memoryview], disk: FileSystem) -> None:
-    """Write a new file whose content survives a power cut. Its name does once the directory is flushed."""
+    """Write a new file whose content survives a power cut; its name survives once the directory is flushed."""
     file = disk.create(path)
     try:
         for part in content:
@@ -92,7 +93,7 @@ def write_file(path: Path, content: Iterable[memoryview], disk: FileSystem) -> N
 
 
 def differing(path: Path, content: Iterable[memoryview], disk: FileSystem) -> str:
-    """Where the file that was written with ``content`` holds other bytes on the disk, in words; "" if nowhere."""
+    """The place where the file at ``path`` has other bytes on the disk than ``content``, in words; "" if none."""
     at = 0
     with disk.reader_of_disk(path) as file:
         for part in content:
@@ -108,15 +109,15 @@ def differing(path: Path, content: Iterable[memoryview], disk: FileSystem) -> st
 
 
 def commit(scratch: Path, manifest: Manifest, root: Path, disk: FileSystem) -> Committed:
-    """Make the parts in ``scratch`` visible as one checkpoint; all of them must be written and flushed.
+    """Make the parts in ``scratch`` visible as one checkpoint; all parts must be written and flushed.
 
-    If the same state of the same step is there already and whole, it stays and ``scratch`` is removed.
+    If a whole checkpoint of the same step with the same state exists already, it stays and ``scratch`` is removed.
 
     Returns:
         The checkpoint, which survives a power cut from now on.
 
     Raises:
-        OSError: then nothing became visible, or the new checkpoint did but may not survive a power cut.
+        OSError: then the new checkpoint is not visible, or is visible but may not survive a power cut.
     """
     rivals = [there for there in list_checkpoints(root, disk) if there.step == manifest.step]
     if rivals and _holds(rivals[0], manifest, disk):
@@ -138,14 +139,14 @@ def _holds(there: Committed, manifest: Manifest, disk: FileSystem) -> bool:
 
 
 def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
-    """The manifest of the checkpoint in ``path``, once all its files are there in full size. Reads no tensor.
+    """The manifest of the checkpoint in ``path``, after a check that all its files have full size. Reads no tensor.
 
-    Whoever lists, verifies, loads, exports or resumes from a checkpoint asks this first: what it returns can be loaded,
-    but for bytes of tensors that are not those that were committed.
+    Called first by all code that lists, verifies, loads, exports or resumes from a checkpoint: after that, the
+    checkpoint can be loaded, unless bytes of tensors differ from the committed ones.
 
     Raises:
-        DamagedCheckpoint: naming the file that is missing or not what was committed.
-        CheckpointError: if a newer version of Lockstep wrote it.
+        DamagedCheckpoint: naming the file that is missing or differs from the committed one.
+        CheckpointError: if a newer version of Lockstep wrote the checkpoint.
     """
     try:
         length = disk.size(path / MANIFEST)
@@ -174,21 +175,21 @@ def read_manifest(path: Path, disk: FileSystem = LOCAL) -> Manifest:
 
 
 def verify(path: Path, disk: FileSystem = LOCAL, *, rank: int = 0, ranks: int = 1) -> Manifest:
-    """Read the checkpoint in ``path``, or this rank's share of it, and compare it with its sums.
+    """Read the checkpoint in ``path``, or this rank's share of it, and compare the bytes with their checksums.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
         disk: the file system.
-        rank: of those that verify it together.
-        ranks: how many these are: each reads about equally much, and all of them together everything.
+        rank: among the ranks that verify the checkpoint together.
+        ranks: their number: each rank reads about equally many bytes, and all together the whole checkpoint.
 
     Returns:
-        Its manifest.
+        The manifest of the checkpoint.
 
     Raises:
-        DamagedCheckpoint: naming the file and the tensor that are not what was committed.
+        DamagedCheckpoint: naming the file and the tensor that differ from the committed ones.
         CheckpointError: if a newer version of Lockstep wrote it.
-        OSError: if it cannot be read.
+        OSError: if a file cannot be read.
     """
     manifest = read_manifest(path, disk)
     for name in list(manifest.files)[rank::ranks]:
@@ -204,10 +205,10 @@ def verify(path: Path, disk: FileSystem = LOCAL, *, rank: int = 0, ranks: int = 
 
 
 def check_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifest) -> None:
-    """Read the head of a file that was just opened, if it has one, and compare it with its sum.
+    """Read the head of a file that was just opened, if it has a head, and compare the head with its checksum.
 
     Raises:
-        DamagedCheckpoint: if it is not what was committed.
+        DamagedCheckpoint: if the head differs from the committed one.
     """
     head = manifest.heads.get(name)
     if head is not None and (found := _sum_of_next(file, head.length)) != head.crc32:
@@ -218,10 +219,10 @@ def check_head(file: io.BufferedIOBase, name: str, path: Path, manifest: Manifes
 
 
 def compare_sums(found: int, committed: int, piece: Piece, path: Path, manifest: Manifest) -> None:
-    """Check that the bytes read for ``piece``, or for a block of it, are those that were committed.
+    """Check that the bytes read for ``piece``, or for a block of the piece, are the committed ones.
 
     Raises:
-        DamagedCheckpoint: if they are not.
+        DamagedCheckpoint: if not.
     """
     if found != committed:
         whose = next(tensor.path for tensor in manifest.tensors if piece in tensor.pieces)
@@ -232,7 +233,7 @@ def compare_sums(found: int, committed: int, piece: Piece, path: Path, manifest:
 
 
 def _sum_of_next(file: io.BufferedIOBase, length: int, before: int = 0) -> int:
-    """The sum of what is ``before``, and of the next bytes of ``file``, so many of them."""
+    """The checksum of bytes whose checksum is ``before`` and of the next ``length`` bytes of ``file``."""
     total = before
     while length > 0 and (chunk := file.read(min(length, _CHUNK_BYTES))):
         total = zlib.crc32(chunk, total)
@@ -241,10 +242,10 @@ def _sum_of_next(file: io.BufferedIOBase, length: int, before: int = 0) -> int:
 
 
 def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
-    """Remove ``directories`` beneath ``root``, so that none is ever seen half removed under a checkpoint's name.
+    """Remove ``directories`` beneath ``root``; none is ever visible half removed under a checkpoint's name.
 
     Raises:
-        OSError: if one cannot be removed; those before it are.
+        OSError: if a directory cannot be removed; directories before it are removed.
     """
     doomed = []
     for directory in directories:
@@ -263,7 +264,7 @@ def remove(directories: Iterable[Path], root: Path, disk: FileSystem) -> None:
 
 def _unlink_all(directory: Path, disk: FileSystem) -> None:
     if disk.is_link(directory):
-        # What it leads to is not ours.
+        # The target of a link is not ours.
         disk.unlink(directory)
         return
     for name in disk.names(directory):
@@ -272,9 +273,9 @@ def _unlink_all(directory: Path, disk: FileSystem) -> None:
 
 
 def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
-    """What saves and removals that were interrupted left in ``root``; no save may be in flight.
+    """The directories that interrupted saves and removals have left in ``root``; no save may be in flight.
 
-    A root belongs to one run at a time: what is there before its first save was left by runs that have ended.
+    A root belongs to one run at a time: such directories before the first save were left by runs that have ended.
     """
     if not disk.is_directory(root):
         return ()
@@ -282,10 +283,9 @@ def partial_saves(root: Path, disk: FileSystem) -> tuple[Path, ...]:
 
 
 def archive(root: Path, disk: FileSystem, *, after: int = -1) -> Path | None:
-    """Move all that is committed ``after`` that step into a new directory under ``root``; None if there is none.
+    """Move all checkpoints of steps later than ``after`` into a new directory under ``root``; None if there is none.
 
-    Returns the directory. The oldest goes last: cut short, this leaves what is there to be found as it was, or some of
-    it.
+    Returns the directory. The oldest checkpoint is moved last: if cut short, some checkpoints stay where they were.
     """
     there = [one for one in list_checkpoints(root, disk) if one.step > after]
     if not there:
@@ -307,18 +307,19 @@ def expired(
     keep: int,
     protected: Collection[int | None] = (),
 ) -> tuple[Committed, ...]:
-    """Which checkpoints retention removes after ``just`` was committed; a pure plan.
+    """The checkpoints that retention removes after ``just`` was committed; a pure function.
 
-    Kept are all of ``protected`` steps, which do not count, but for what ``just`` replaces; and ``just`` and, to make
-    ``keep`` in all, the newest others that are ``whole``, one for each step. What is not whole does not count either,
-    so that it never pushes out what is good; it goes once enough newer ones are whole.
+    All checkpoints of ``protected`` steps are kept and do not count, except one that ``just`` replaces. Also kept are
+    ``just`` and, to make ``keep`` in all, the newest others that are ``whole``, one for each step. A checkpoint that is
+    not whole does not count either, so that it never displaces a good one, and is removed once enough newer ones are
+    whole.
 
     Args:
-        there: All that is committed, ``just`` included.
-        whole: Whether one is whole, as far as it costs little to know.
-        just: Was committed just now.
-        keep: How many, at least 1.
-        protected: Steps whose checkpoints stay, whatever else is there.
+        there: All committed checkpoints, including ``just``.
+        whole: Whether a checkpoint is whole, by a cheap check.
+        just: The checkpoint committed just now.
+        keep: Number of checkpoints to keep, at least 1.
+        protected: Steps whose checkpoints stay in any case.
     """
     kept = {just.step: just} if just.step not in protected else {}
     gone = []

@@ -1,7 +1,7 @@
 """The operations that a checkpoint needs from a file system.
 
-They are passed in, so that a test can use a simulated disk instead and cut its power before any of them. Every
-operation that changes something is one system call.
+A file system is passed as an argument, so that a test can use a simulated disk and cut its power before any operation.
+Every operation that changes the disk is one system call.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lockstep.small_files import flush_names
 
 
 class FileSystem(Protocol):
-    """A file system; each operation raises `OSError` as the operating system does."""
+    """A file system, whose operations raise `OSError` as those of the operating system."""
 
     def make_directory(self, path: Path) -> None:
-        """Make one directory; its parent must exist, itself not."""
+        """Make a directory, whose parent must exist; the directory itself must not."""
 
     def create(self, path: Path) -> int:
-        """Open a new file for writing; it must not exist."""
+        """Open a new file for writing; the file must not exist."""
 
     def write(self, file: int, data: memoryview) -> int:
-        """Append some of ``data``; how many bytes were taken."""
+        """Append some bytes of ``data``; returns the number of appended bytes."""
 
     def sync(self, file: int) -> None:
-        """Return when the content of ``file`` survives a power cut. Its name may still be lost."""
+        """Wait until the content of ``file`` survives a power cut. The file's name may still be lost."""
 
     def close(self, file: int) -> None:
         """Close a file that `create` opened."""
@@ -46,29 +46,29 @@ class FileSystem(Protocol):
         """Remove one empty directory."""
 
     def sync_directory(self, path: Path) -> None:
-        """Return when the names in ``path`` survive a power cut."""
+        """Wait until the names in ``path`` survive a power cut."""
 
     def names(self, path: Path) -> list[str]:
-        """What a directory holds, in any order."""
+        """The names in a directory, in any order."""
 
     def is_directory(self, path: Path) -> bool:
         """Whether ``path`` is a directory."""
 
     def is_link(self, path: Path) -> bool:
-        """Whether ``path`` is a symbolic link, to whatever."""
+        """Whether ``path`` is a symbolic link, to any target."""
 
     def size(self, path: Path) -> int:
-        """Bytes in a file; -1 for what is no regular file, such as a link or a pipe, which is not to be opened."""
+        """The bytes of a file; -1 for a link, pipe or anything but a regular file, which must not be opened."""
 
     def reader(self, path: Path) -> io.BufferedIOBase:
-        """A regular file opened for reading, and no link to one; the caller closes it."""
+        """A regular file, not a link, opened for reading; the caller closes it."""
 
     def reader_of_disk(self, path: Path) -> io.BufferedIOBase:
-        """The same for a file that was flushed: what the disk holds, as far as the system leaves its memory out."""
+        """A flushed file opened for reading from the disk, without the system's cache where the system allows."""
         return self.reader(path)
 
     def free_bytes(self, path: Path) -> int:
-        """Bytes that may still be written beneath ``path``."""
+        """The number of bytes that may still be written beneath ``path``."""
 
 
 class LocalFileSystem(FileSystem):

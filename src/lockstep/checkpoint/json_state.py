@@ -1,4 +1,4 @@
-"""Plain values as JSON that comes back exactly: same types, same floats, same order.
+"""Plain values as JSON, from which exactly equal values can be decoded: types, floats and order.
 
 None, True, 7, "text"        themselves
 0.1, nan                     {"float": "0x1.999999999999ap-4"}, {"float": "nan"}
@@ -21,13 +21,13 @@ from lockstep.errors import CheckpointError
 
 #: A nested dict, list or tuple of tensors and plain values (None, bool, int, float, str, bytes); keys are str or int.
 Tree = Any
-#: The same with names: what a run or one of its parts saves, and what it gets back.
+#: A tree with names at its root, as saved by a run or a part of a run, and as loaded.
 StateTree = dict[str, Any]
 SavedTree = Mapping[str, Any]
 
 # PyTorch's own state dicts hold these three: modules give an OrderedDict, MultiStepLR a Counter.
 _DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-# Numbers of NumPy, which compute otherwise than those of Python.
+# Numbers of NumPy, whose arithmetic differs from Python's.
 _NUMPY = frozenset(
     {"bool", "float16", "float32", "float64", *(f"{u}int{n}" for u in ("", "u") for n in (8, 16, 32, 64))}
 )
@@ -39,11 +39,11 @@ def encode(tree: Tree, take: Callable[[object, str], int | None]) -> object:
 
     Args:
         tree: What to encode.
-        take: Asked for each leaf that is not plain, with its path such as ``"optimizer/state/0/step"``; the number of
-            the tensor, or None if it is no tensor.
+        take: Called for each leaf that is not plain, with its path such as ``"optimizer/state/0/step"``; returns the
+            number of the tensor, or None if the leaf is no tensor.
 
     Raises:
-        CheckpointError: for anything else, naming its path.
+        CheckpointError: for any other value, naming its path.
     """
     return _encode(tree, "", take)
 
@@ -51,7 +51,8 @@ def encode(tree: Tree, take: Callable[[object, str], int | None]) -> object:
 def _encode(value: Any, path: str, take: Callable[[object, str], int | None]) -> object:
     if value is None or isinstance(value, bool):
         return value
-    # First, as some are numbers of Python, too; without NumPy, which a program that lists checkpoints does not load.
+    # First, since some NumPy numbers are Python numbers, too; without importing NumPy, which listing checkpoints does
+    # not need.
     if type(value).__module__ == "numpy" and type(value).__name__ != "ndarray" and value.dtype.name in _NUMPY:
         return {"numpy": [value.dtype.name, _encode(value.item(), path, take)]}
     if isinstance(value, str):
@@ -90,10 +91,10 @@ def _shown(path: str) -> str:
 
 
 def decode(value: object, tensors: Sequence[object]) -> Tree:
-    """What `encode` was given, with ``tensors`` in their places.
+    """The tree that `encode` has encoded, with ``tensors`` in their places.
 
     Raises:
-        ValueError: if ``value`` is not of `encode`'s making.
+        ValueError: if ``value`` is no result of `encode`.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

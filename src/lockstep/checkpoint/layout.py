@@ -1,13 +1,13 @@
-"""Who writes which bytes, and which bytes to read: plans as values, without touching a file.
+"""Plans of the bytes that each rank writes or reads, as values, without touching a file.
 
-A tensor that every rank holds whole is written by one of them: a share of them each, about equal in bytes. Of a tensor
-that is divided among the ranks, each writes the box that it holds:
+A tensor that every rank holds whole is written by one rank; the shares of ranks have about equal bytes. Of a tensor
+that is divided among ranks, each rank writes its box:
 
     tensors          a 40    b 30    c 20    d 6    and e 8, whose rows 0..2 rank 0 holds, and rank 1 row 3
     2 ranks          part-00000:  a 40, d 6, e[0:3] 6      part-00001:  b 30, c 20, e[3:4] 2
 
-In a file the tensors with the widest elements come first. So each begins at a multiple of its element's size without
-padding between them: every byte of a file belongs to its head or to a tensor, and a sum covers it.
+In a file the tensors with the widest elements come first. So each tensor begins at a multiple of its element's size
+without padding: every byte of a file belongs to its head or to a tensor, and is covered by a checksum.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 from lockstep.checkpoint.manifest import Block, Manifest, Piece
 
-#: Pairs of boxes; each takes about 1 us.
+#: Pairs of boxes that are compared, about 1 us each.
 _MOST_COMPARED = 1_000_000
-#: Boxes times dimensions, of which an element is looked for that is not held once.
+#: Largest number of boxes times dimensions for which an element not held exactly once is searched.
 _MOST_TO_NAME = 4_000
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A tensor as the plan sees it."""
+    """The size of a tensor in a plan."""
 
     length: int  #: in bytes
     element: int  #: bytes of one element
@@ -37,17 +37,17 @@ class Extent:
 class Box:
     """Neighbouring elements of a tensor, one range in each of its dimensions."""
 
-    start: tuple[int, ...]  #: its first element in the tensor
+    start: tuple[int, ...]  #: first element in the tensor
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> tuple[int, ...]:
-        """One past its last element, in each dimension."""
+        """The index after the box's last element, in each dimension."""
         return tuple(first + size for first, size in zip(self.start, self.shape, strict=True))
 
 
@@ -62,7 +62,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """What one rank writes; no file is made if it is nothing."""
+    """The file of a rank; without tensors, no file is made."""
 
     name: str
     tensors: tuple[Placed, ...]
@@ -70,7 +70,7 @@ class File:
 
 
 def common_box(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor have in common; None if that is nothing."""
+    """The intersection of two boxes of a tensor; None if it is empty."""
     start = tuple(map(max, one.start, other.start))
     end = tuple(map(min, one.end, other.end))
     if any(first >= last for first, last in zip(start, end, strict=True)):
@@ -79,22 +79,22 @@ def common_box(one: Box, other: Box) -> Box | None:
 
 
 def runs_within(stored: Box, wanted: Box, element: int) -> Iterator[tuple[int, int, int]]:
-    """The stretches of bytes that two boxes of a tensor have in common, in the order of both.
+    """The ranges of bytes that two boxes of a tensor have in common, in the order of both.
 
     Each box's elements lie row by row, without gaps.
 
     Args:
-        stored: the box whose bytes are there.
-        wanted: the box whose bytes are to be.
+        stored: the box that is stored.
+        wanted: the box to be filled.
         element: bytes of one element.
 
     Yields:
-        First byte and one past the last in ``stored``, and the first one in ``wanted``.
+        First byte and the byte after the last in ``stored``, and the first byte in ``wanted``.
     """
     common = common_box(stored, wanted)
     if common is None or not common.elements:
         return
-    split = len(common.shape)  # both boxes have all of the dimensions behind it
+    split = len(common.shape)  # both boxes cover all later dimensions
     while split and common.shape[split - 1] == stored.shape[split - 1] == wanted.shape[split - 1]:
         split -= 1
     split = max(0, split - 1)
@@ -115,7 +115,7 @@ def _offset(at: Sequence[int], box: Box) -> int:
 
 
 def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
-    """Where in the file of ``rank`` each of its tensors, or boxes of them, lies; they come with their numbers."""
+    """The layout of the file of ``rank``: the place of each of its numbered tensors or boxes."""
     placed, offset = [], 0
     for number, extent in sorted(tensors, key=lambda t: (-t[1].element, t[0])):
         placed.append(Placed(number, offset, extent.length))
@@ -124,11 +124,11 @@ def lay_out(rank: int, tensors: Iterable[tuple[int, Extent]]) -> File:
 
 
 def coverage_error(boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...]) -> str:
-    """How ``boxes``, each with the name of who holds it, fail to cover a tensor of ``shape`` exactly once.
+    """The fault of ``boxes``, each with its holder's name, that do not cover a tensor of ``shape`` exactly once.
 
-    Empty if they do cover it. Otherwise names an element, and who holds it; but not for very many boxes, which might
-    take for ever. Boxes without elements cover nothing. Where all is well, costs about n log n for n boxes that divide
-    one dimension.
+    Empty if the boxes cover the tensor. Otherwise names an element and its holders, but not for very many boxes, which
+    could take very long. Boxes without elements cover nothing. Without a fault, costs about n log n for n boxes that
+    divide one dimension.
     """
     for who, box in boxes:
         inside = len(box.start) == len(shape) == len(box.shape) and all(
@@ -154,12 +154,12 @@ def _disjoint(boxes: Sequence[Box]) -> bool:
     """Whether no two boxes, none of them empty, share an element.
 
     Raises:
-        TimeoutError: if that would take long.
+        TimeoutError: if the comparison would take long.
     """
     dims = len(boxes[0].shape) if boxes else 0
     if not dims:
         return len(boxes) <= 1
-    # Along the dimension in which they begin at the most places, few overlap.
+    # Along the dimension in which boxes begin at the most places, few boxes overlap.
     along = max(range(dims), key=lambda d: len({box.start[d] for box in boxes}))
     still_open: list[Box] = []
     compared = 0
@@ -182,7 +182,7 @@ def _meet(one: Box, other: Box) -> bool:
 def _first_fault(
     boxes: Sequence[tuple[str, Box]], shape: tuple[int, ...], dim: int
 ) -> tuple[tuple[int, ...], list[str]] | None:
-    """The first element that not exactly one of ``boxes`` holds, from dimension ``dim`` on, and who holds it."""
+    """The first element that not exactly one of ``boxes`` holds, from dimension ``dim`` on, and its holders."""
     if dim == len(shape):
         return None if len(boxes) == 1 else ((), [who for who, _ in boxes])
     cuts = {0, shape[dim], *(box.start[dim] for _, box in boxes), *(box.end[dim] for _, box in boxes)}
@@ -195,7 +195,7 @@ def _first_fault(
 
 
 def share_of_blocks(manifest: Manifest, rank: int, ranks: int) -> Iterator[tuple[Piece, Block]]:
-    """The blocks that ``rank`` verifies of a whole checkpoint, file by file in the order of their bytes.
+    """The blocks of a checkpoint that ``rank`` verifies, file by file in the order of their bytes.
 
     Each block is in the share of one of the ``ranks``, and shares are neighbouring blocks of about equally many bytes.
     """

@@ -1,9 +1,9 @@
-"""One root, one run: a lock on a file in the root, held for as long as a run works there.
+"""The lock of a root of checkpoints: a lock on a file in the root, held as long as a run works in the root.
 
-It is a POSIX record lock, which belongs to a process: a loader process that is forked does not hold it, so it is free
-as soon as its holder is gone, however that ended. (A flock belongs to the open file, which such a process inherits and
-may keep after its rank.) The price: closing any other descriptor of the file drops the lock, so a process that holds it
-never opens the file again. Runs of one process see each other in a table instead.
+A POSIX record lock belongs to a process: a forked loader process does not hold it, so the lock is free as soon as its
+holder has ended, in whatever way. (A flock belongs to the open file, which a forked process inherits and may keep after
+its rank.) The price: closing any other descriptor of the file drops the lock, so a process that holds the lock never
+opens the file again. Runs of one process see each other in a table instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from lockstep.checkpoint.filesystem import LOCAL
 from lockstep.errors import SettingError
 from lockstep.records import from_known, object_from, read_bytes
 
-#: Its name in a root. It stays there: removing it would let two runs lock two files of that name.
+#: The name of the lock's file in a root. The file is never removed, which would let two runs lock two files of this
+#: name.
 LOCK_FILE = ".run-lock"
 #: How long a holder that is on its way out may take.
 _PATIENCE_S = 10.0
@@ -34,27 +35,27 @@ _LOOK_EVERY_S = 0.05
 _MOST_BYTES = 4096
 
 _table = threading.Lock()
-#: Device and inode of locked files: the process that holds them, its descriptor, and its name as it wrote it there.
+#: By device and inode of a locked file: the holding process, its descriptor, and its name as written in the file.
 _held_here: dict[tuple[int, int], tuple[int, int, bytes]] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who works in a root; what the lock file says to others."""
+    """The process that works in a root, as named in the lock file."""
 
     host: str
     process: int
-    job: str = ""  #: names a launcher's job, beyond doubt; "" without one
+    job: str = ""  #: unique name of a launcher's job; "" without a job
     generation: int = 0  #: of that job
 
     @classmethod
     def here(cls, job: str = "", generation: int = 0) -> Self:
-        """This process."""
+        """The holder for this process."""
         return cls(socket.gethostname(), os.getpid(), job, generation)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """What ``path`` says; None while its holder has not said it, or where that could not be written."""
+        """The holder named in ``path``; None if the holder has not written its name yet, or could not."""
         try:
             return cls.parse(read_bytes(path))
         except (OSError, ValueError):
@@ -62,7 +63,7 @@ class Holder:
 
     @classmethod
     def parse(cls, text: bytes) -> Self | None:
-        """What ``text`` says; None if it names nobody."""
+        """The holder named in ``text``; None if no holder is named."""
         try:
             return from_known(cls, object_from(text))
         except ValueError:
@@ -72,12 +73,12 @@ class Holder:
         return f"process {self.process} on {self.host}"
 
     def is_before(self, other: Holder) -> bool:
-        """Whether it is of an earlier generation of the same job: its launcher has ended it, or is about to."""
+        """Whether this holder is of an earlier generation of the same job, which its launcher has ended, or will."""
         return self.job == other.job != "" and self.generation < other.generation
 
     @property
     def is_gone(self) -> bool:
-        """Whether it ran on this host and has ended. What is left of it lets the lock go in a moment."""
+        """Whether this holder ran on this host and has ended, so that its lock will be free in a moment."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -95,13 +96,13 @@ def lock_root(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> contextlib.ExitStack:
-    """Make ``root`` this run's own, until what is returned is closed or this process ends.
+    """Lock ``root`` for this run, until the returned stack is closed or this process ends.
 
-    Waits up to 10 s for a holder that is on its way out. Where there is nothing to lock, such as in a root that cannot
-    be made, or no lock to be had, nothing is held.
+    Waits up to 10 s for a holder that is ending. If the root cannot be made, or the file system has no locks, no lock
+    is held.
 
     Raises:
-        SettingError: if another run works there, of this process or another one.
+        SettingError: if another run, of this or another process, works in the root.
     """
     path = root / LOCK_FILE
     with _table:
@@ -124,10 +125,10 @@ def lock_root(
 
 
 def superseded_by(root: Path) -> str:
-    """Who has taken ``root`` over from this process, which was given up and must not change anything there.
+    """The run that has taken ``root`` over from this process, which must not change the root any more.
 
-    Such as a process that slept with its host, for so long that its job went on elsewhere. "" if nobody has, or
-    nothing is held here. Asked without opening the file.
+    This happens to a process that slept with its host for so long that its job went on elsewhere. "" if no run has, or
+    this process holds no lock. The file is not opened.
     """
     with _table:
         try:
@@ -142,7 +143,7 @@ def superseded_by(root: Path) -> str:
 
 
 def _holds(path: Path) -> bool:
-    """Whether this process holds the lock on ``path``; asked without opening it."""
+    """Whether this process holds the lock on ``path``; the file is not opened."""
     try:
         return _held_here.get(_key(os.stat(path)), (0, 0, b""))[0] == os.getpid()
     except OSError:
@@ -157,7 +158,7 @@ def _lock(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> bool:
-    """Lock ``file``, or know that its holder was given up; False where locks cannot be had."""
+    """Lock ``file``, or find that its holder was given up; False if the file system has no locks."""
     deadline_s = clock() + _PATIENCE_S
     while True:
         try:
@@ -173,8 +174,8 @@ def _lock(
             break
         sleep(_LOOK_EVERY_S)
     if holder is not None and holder.is_before(me):
-        # Its node may have died with the lock on a file server. The launcher knows that this generation is over; if it
-        # has only slept, our name in the file tells it: see `superseded_by`.
+        # The holder's node may have died with the lock on a file server. The launcher knows that the holder's
+        # generation is over; a holder that has only slept reads our name in the file: see `superseded_by`.
         say(f"{path} is still locked by generation {holder.generation} of this job ({holder}): going on without a lock")
         return True
     who = holder or "a process that does not say its name"
@@ -200,7 +201,7 @@ def _hold(file: int, me: Holder) -> contextlib.ExitStack:
 
 def _let_go(file: int, key: tuple[int, int], process: int, name: bytes) -> None:
     if os.getpid() != process:
-        return  # a copy of the holder, which goes on
+        return  # a forked copy of the holder, which still runs
     with _table:
         with contextlib.suppress(OSError):
             if os.pread(file, _MOST_BYTES, 0) == name:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which bytes of which file hold which part of which tensor.
+"""The manifest of a checkpoint: the file and bytes of each part of each tensor.
 
 The file is one line of JSON whose sum covers its own bytes:
 
@@ -25,18 +25,18 @@ from lockstep.errors import CheckpointError, DamagedCheckpoint
 from lockstep.formatting import size
 from lockstep.records import from_known, object_from
 
-#: Its name in a checkpoint's directory.
+#: The manifest's name in a checkpoint's directory.
 MANIFEST = "manifest.json"
-#: The newest format that this version reads, and the one that it writes.
+#: The newest format that this version reads, and the format that it writes.
 FORMAT = 1
-#: After so many bytes of a piece its sum is noted.
+#: Number of bytes of a piece after which its checksum is noted.
 BLOCK_BYTES = 4 << 20
-#: More than the manifest of a checkpoint of some million pieces has.
+#: More bytes than the manifest of a checkpoint with some million pieces has.
 MOST_BYTES: Final = 1 << 30
-#: Of a tensor, as torch computes with them.
+#: Limits of a tensor in torch.
 _MOST_DIMENSIONS = 64
 _MOST_TENSOR_BYTES = 1 << 62
-#: In ``about``: the steps whose checkpoints retention leaves alone.
+#: Key in ``about`` of the steps whose checkpoints retention keeps.
 PROTECTED: Final = "protected_steps"
 #: Bytes of one element, by PyTorch's name of the type without ``torch.``
 ITEM_BYTES: Final[Mapping[str, int]] = {
@@ -53,7 +53,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of a tensor, as consecutive bytes of a file: row-major, little-endian."""
+    """A box of a tensor, as consecutive bytes of a file: row-major, little-endian."""
 
     file: str
     offset: int  #: in bytes
@@ -61,12 +61,12 @@ class Piece:
     crc32: int
     start: tuple[int, ...]  #: the box's first element in the tensor
     shape: tuple[int, ...]  #: of the box
-    #: the sum as far as each multiple of `BLOCK_BYTES` before the end, so that a reader can check a part by itself
+    #: the checksum up to each multiple of `BLOCK_BYTES` before the end, so that a reader can check a part alone
     sums: tuple[int, ...] = ()
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """What can be checked by itself: blocks in the order of their bytes; one, if it was saved without sums."""
+        """The blocks that can be checked separately, in the order of their bytes; one, if saved without sums."""
         inner = [BLOCK_BYTES * (number + 1) for number in range(len(self.sums))]
         sums = (*self.sums, self.crc32)
         return tuple(map(Block, (0, *inner), (*inner, self.length), (0, *self.sums), sums))
@@ -78,12 +78,12 @@ class Block:
 
     first: int  #: in bytes, from the beginning of the piece
     end: int
-    sum_before: int  #: of all bytes of the piece before it
-    sum_behind: int  #: the same with its own
+    sum_before: int  #: of all bytes of the piece before the block
+    sum_behind: int  #: of all bytes of the piece up to the end of the block
 
 
 def checksums(content: memoryview) -> tuple[int, tuple[int, ...]]:
-    """The CRC-32 of ``content``, and what it is at each multiple of `BLOCK_BYTES` before the end."""
+    """The CRC-32 of ``content``, and of its beginning up to each multiple of `BLOCK_BYTES` before the end."""
     found, total = [], 0
     for first in range(0, len(content), BLOCK_BYTES):
         total = zlib.crc32(content[first : first + BLOCK_BYTES], total)
@@ -93,7 +93,7 @@ def checksums(content: memoryview) -> tuple[int, tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class TensorRecord:
-    """One tensor; its pieces cover it once. A tensor without elements has no pieces."""
+    """A tensor, which its pieces cover once. A tensor without elements has no pieces."""
 
     path: str  #: in the tree, for people
     dtype: str  #: PyTorch's name without ``torch.``
@@ -101,7 +101,7 @@ class TensorRecord:
     pieces: tuple[Piece, ...]
 
     def check(self) -> None:
-        """Whether torch can have such a tensor, and each piece has as many bytes as its box needs.
+        """Check that torch can have such a tensor, and that each piece has the number of bytes of its box.
 
         Raises:
             ValueError: if not.
@@ -117,20 +117,20 @@ class TensorRecord:
 
 
 def check_shape(name: str, shape: tuple[int, ...], item: int) -> None:
-    """Whether torch can have a tensor of ``shape`` whose elements have ``item`` bytes; it is called ``name`` in errors.
+    """Check that torch can have the tensor ``name``, of ``shape`` with elements of ``item`` bytes.
 
     Raises:
         ValueError: if not.
     """
     fits = len(shape) <= _MOST_DIMENSIONS and all(0 <= one <= _MOST_TENSOR_BYTES for one in shape)
-    # Also one without elements has strides, which are products of the others.
+    # A tensor without elements has strides, too, which are products of the other sizes.
     if not fits or math.prod(max(1, one) for one in shape) * item > _MOST_TENSOR_BYTES:
         raise ValueError(f"{name} has a shape that no tensor has: {shape!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The bytes of a file before its first piece, which say to other tools what the others are."""
+    """The bytes of a file before its first piece, which describe the pieces to other tools."""
 
     length: int
     crc32: int
@@ -138,28 +138,28 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One checkpoint's table of contents."""
+    """The table of contents of a checkpoint."""
 
     step: int
     tree: Any  #: of states, encoded by `json_state.encode`; its tensors are numbers into ``tensors``
     tensors: tuple[TensorRecord, ...]
-    files: Mapping[str, int]  #: bytes in each file but this one
+    files: Mapping[str, int]  #: bytes in each file but the manifest's
     about: Mapping[str, Any]  #: plain values for people and for later checks
-    lockstep: str = ""  #: version that wrote it
+    lockstep: str = ""  #: version that wrote the checkpoint
     torch: str = ""  #: version that wrote it
-    heads: Mapping[str, Head] = field(default_factory=dict)  #: of the files that have one
-    ranks: int = 0  #: how many wrote it together; 0: not known
+    heads: Mapping[str, Head] = field(default_factory=dict)  #: of files with a head
+    ranks: int = 0  #: number of ranks that wrote the checkpoint; 0: not known
     format: int = field(default=FORMAT)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all files but this one."""
+        """The bytes of all files but the manifest's."""
         return sum(self.files.values())
 
     def same_state(self, other: Manifest) -> bool:
-        """Whether both hold the same state, judged by plain values and sums, wherever their bytes lie.
+        """Whether both manifests hold the same state, by plain values and checksums, in whatever files.
 
-        A tensor that is divided into other boxes counts as another one.
+        A tensor that is divided into other boxes counts as different.
         """
         return (self.step, self.tree, _content(self)) == (other.step, other.tree, _content(other))
 
@@ -180,20 +180,20 @@ class Manifest:
 
     @property
     def protected_steps(self) -> frozenset[int]:
-        """The steps whose checkpoints retention leaves alone."""
+        """The steps whose checkpoints retention keeps."""
         return frozenset(self.about.get(PROTECTED, ()))
 
     @classmethod
     def read(cls, file: io.BufferedIOBase, length: int, where: str) -> Self:
-        """The manifest in a ``file`` of ``length`` bytes, of which no more is held than what its own sum covers.
+        """The manifest in a ``file`` of ``length`` bytes, taken into memory only if its own checksum is right.
 
         Raises:
-            DamagedCheckpoint: if any byte is not what was written.
-            CheckpointError: if a newer version of Lockstep wrote it in a format that this one does not know.
+            DamagedCheckpoint: if any byte differs from the written one.
+            CheckpointError: if a newer version of Lockstep wrote it in a format that this version does not know.
         """
         if length > MOST_BYTES:
             raise DamagedCheckpoint(f"{where} has {size(length)}, and a manifest at most {size(MOST_BYTES)}")
-        # Before it is taken into memory, for what a file says of its own length costs nothing.
+        # Before the file is taken into memory, since a damaged file may have any length.
         head, found, left = file.read(_HEAD_BYTES), 0, length - _HEAD_BYTES - len(_TAIL)
         while left > 0 and _is_head(head) and (chunk := file.read(min(left, BLOCK_BYTES))):
             found, left = zlib.crc32(chunk, found), left - len(chunk)
@@ -204,9 +204,9 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> Self:
-        """Read what `dump` wrote; ``where`` is named in errors.
+        """The manifest in the bytes of `dump`; ``where`` is named in errors.
 
-        What comes back makes sense as a whole: a reader of tensors finds no contradiction in it afterwards.
+        The result is consistent: a reader of tensors finds no contradiction in it afterwards.
 
         Raises:
             DamagedCheckpoint: if any byte is not what was written.
@@ -233,9 +233,9 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Each byte of each file belongs to its head or to exactly one piece, so that the sums cover everything.
+        """Check that each byte of each file belongs to its head or to exactly one piece, and so to a checksum.
 
-        And each tensor is one of torch's: of a type that there is, of as many bytes as its shape needs.
+        And that each tensor has a type of torch's, and as many bytes as its shape needs.
         """
         if strange := [name for name in self.files if not _PART.fullmatch(name)]:
             raise ValueError(f"{strange[0]!r} is no name of a part")
@@ -246,7 +246,7 @@ class Manifest:
             raise ValueError("a size or a place in it is negative")
         for tensor in self.tensors:
             tensor.check()
-        # The tree is read again once its tensors are: it must speak of those that there are.
+        # The tree is decoded again with its tensors: it must refer only to existing tensors.
         decode(self.tree, range(len(self.tensors)))
         if not all(type(step) is int for step in self.about.get(PROTECTED, ())):
             raise ValueError(f"{PROTECTED} are no steps: {self.about[PROTECTED]!r:.80}")

@@ -1,8 +1,8 @@
-"""A trained model as one file or a directory that other programs load, written whole or not at all.
+"""Files of trained models, as one file or a directory that other programs load, written whole or not at all.
 
 model.safetensors   one tensor after the other, so that no more than one is in memory at once
-model.pt            what torch.save writes of a state_dict; loads with weights_only=True
-directory/          model.safetensors beside config.json, where the model has one: what from_pretrained reads
+model.pt            the result of torch.save of a state_dict; loads with weights_only=True
+directory/          model.safetensors beside config.json, if the model has one; for from_pretrained
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from lockstep.errors import SettingError
 from lockstep.small_files import replace_text, replacement
 
 _MODEL = "model.safetensors"
-#: Read by transformers, which refuses files without it.
+#: Required by transformers.
 _METADATA = {"format": "pt"}
-#: What `torch.optim.swa_utils.AveragedModel` has beside the model that it averages, and where it has that one.
+#: The counter of `torch.optim.swa_utils.AveragedModel` beside its averaged model, and the prefix of that model.
 _COUNT, _AVERAGED = "n_averaged", "module."
 _SAFETENSORS, _TORCH = (".safetensors",), (".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True, slots=True)
 class SavedModel:
-    """What is known of a model beside its tensors."""
+    """The properties of a model beside its tensors."""
 
     class_name: str
-    #: files of a directory that are no tensors, such as ``config.json``: each name with its text
+    #: files of a directory without tensors, such as ``config.json``: each name with its text
     files: Mapping[str, str]
 
     @classmethod
     def of(cls, model: object) -> SavedModel:
-        """What is known of ``model``; of one of the transformers library also its configuration."""
+        """The properties of ``model``; for a model of the transformers library also its configuration."""
         files = {}
         # `fully_shard` gives a module a class of its own, below the user's.
         kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed"))
@@ -54,26 +54,26 @@ class SavedModel:
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> SavedModel:
-        """What `tree` gave."""
+        """The `SavedModel` of a ``tree`` from `tree`."""
         return cls(tree["class"], tree["files"])
 
     def tree(self) -> dict[str, object]:
-        """As plain values."""
+        """The properties as plain values."""
         return {"class": self.class_name, "files": dict(self.files)}
 
 
 def averaged_state(state: Mapping[str, object]) -> Mapping[str, object]:
-    """The state of the model that an `AveragedModel` averages, if ``state`` is of one; any other state as it is."""
+    """The state of the averaged model, if ``state`` is of an `AveragedModel`; any other state unchanged."""
     if _COUNT in state and all(key == _COUNT or key.startswith(_AVERAGED) for key in state):
         return {key.removeprefix(_AVERAGED): value for key, value in state.items() if key != _COUNT}
     return state
 
 
 def file_kind(out: Path) -> str:
-    """``safetensors``, ``torch`` or ``directory``: what is to be written at ``out``, by its name.
+    """The kind of file to be written at ``out``, by its name: ``safetensors``, ``torch`` or ``directory``.
 
     Raises:
-        SettingError: for a name with another ending, or if something of another kind is there.
+        SettingError: if a file or directory of another kind exists at ``out``.
     """
     suffix = out.suffix.lower()
     kind = "safetensors" if suffix in _SAFETENSORS else "torch" if suffix in _TORCH else "directory"
@@ -85,15 +85,15 @@ def file_kind(out: Path) -> str:
 
 
 def check_writable(out: Path, tensors: Iterable[tuple[str, str]], others: Sequence[str]) -> str:
-    """The kind of file that ``out`` will be, if it can hold the state.
+    """The kind of file that ``out`` will be, after a check that it can hold the state.
 
     Args:
         out: path of a file or directory.
         tensors: of the state: name and type.
-        others: names of what is no tensor.
+        others: names of values that are no tensors.
 
     Raises:
-        SettingError: if it cannot.
+        SettingError: if not.
     """
     kind = file_kind(out)
     if kind != "torch":
@@ -106,9 +106,9 @@ def check_writable(out: Path, tensors: Iterable[tuple[str, str]], others: Sequen
 
 
 class SafetensorsWriter:
-    """Writes one file, tensor by tensor; what was there before is replaced when all is written.
+    """Writes one file, tensor by tensor; an older file is replaced when all tensors are written.
 
-    Use it in a ``with`` statement; left by an error, it leaves nothing behind.
+    To be used in a ``with`` statement; if left by an error, no file is left behind.
 
     Args:
         path: of the file; missing directories are made.

@@ -1,8 +1,9 @@
-"""What is known of the step that came after a checkpoint: a small file in its directory.
+"""The record of the step that came after a checkpoint: a small file in the checkpoint's directory.
 
-A step that is over before the commit has its file there when the checkpoint becomes visible, so that whatever is killed
-then does not lack it. It is not part of what was committed: no manifest names it, it is in no checksum but its own, and
-it goes where the directory goes. A checkpoint without it, or with half of it, is as good as any other.
+If the step is over before the commit, its file is in the directory when the checkpoint becomes visible, so that a run
+killed then has the record. The file is no part of the committed checkpoint: no manifest names it, only its own checksum
+covers it, and it is moved with the directory. A checkpoint without the file, or with half of it, is as good as any
+other.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ NEXT_STEP: Final = "next-step.json"
 
 
 class NextStepFile:
-    """The leader's writer of this file, for one checkpoint at a time: the one that was begun last.
+    """The leader's writer of the record, for one checkpoint at a time: the checkpoint begun last.
 
-    The step may be over before the checkpoint is committed, or after that: what comes second writes the file. From any
-    thread.
+    The step may be over before or after the commit of the checkpoint: the later event writes the file. Methods may be
+    called from any thread.
 
     Args:
         disk: the file system.
@@ -35,31 +36,31 @@ class NextStepFile:
     def __init__(self, disk: FileSystem) -> None:
         self._disk: Final = disk
         self._lock: Final = threading.Lock()
-        self._scratch: tuple[int, Path] | None = None  # of the one that is being committed
+        self._scratch: tuple[int, Path] | None = None  # of the checkpoint that is being committed
         self._committed: Committed | None = None
         self._waiting: tuple[int, Mapping[str, Any]] | None = None
 
     def before_commit(self, scratch: Path, step: int) -> None:
-        """What is in ``scratch`` is about to become visible, as the checkpoint of ``step``."""
+        """Note that ``scratch`` is about to become visible, as the checkpoint of ``step``."""
         with self._lock:
             self._scratch = step, scratch
             self._write_early()
 
     def committed(self, checkpoint: Committed) -> None:
-        """``checkpoint`` has become visible."""
+        """Note that ``checkpoint`` has become visible."""
         with self._lock:
             self._scratch, self._committed = None, checkpoint
             self._write()
 
     def put(self, step: int, content: Mapping[str, object]) -> None:
-        """``content``, plain values, is known of the step after ``step``. Raises nothing: it is no part of the save."""
+        """Write ``content``, plain values, as the record of the step after ``step``. Never raises."""
         with self._lock:
             self._waiting = step, content
             self._write_early()
             self._write()
 
     def _write_early(self) -> None:
-        # The directory may have its other name by then: then the file is written when that is known.
+        # The directory may have been renamed by then: then the file is written in `committed`.
         if self._waiting is not None and self._scratch is not None and self._waiting[0] == self._scratch[0]:
             self._write_into(self._scratch[1], self._waiting[1])
 
@@ -78,14 +79,14 @@ class NextStepFile:
                     return
                 self._disk.unlink(path)
             file = self._disk.create(path)
-            try:  # not flushed, for the step waits: what a power cut takes of it is not missed
+            try:  # not flushed, since the step waits; a record lost in a power cut is not needed
                 self._disk.write(file, memoryview(f"{zlib.crc32(text.encode()):08x} {text}".encode()))
             finally:
                 self._disk.close(file)
 
 
 def read_next_step(path: Path, disk: FileSystem) -> dict[str, object] | None:
-    """What the checkpoint in ``path`` says of the step after it; None if that is not there, or not in full."""
+    """The record of the step after the checkpoint in ``path``; None if missing or incomplete."""
     try:
         if not 0 <= disk.size(path / NEXT_STEP) <= MOST_BYTES:
             return None

@@ -1,11 +1,11 @@
-"""One rank's part of a state, in files of the host's memory that are written again after every step.
+"""Files in the host's memory with a rank's part of the state, rewritten after every step.
 
     slot 0    header: step 41 | plain values and a list of tensors, as JSON | bytes of the tensors    newest whole one
     slot 1    header: none    | ...                                         | ...                     writes step 42
 
-A slot counts once its header has a step, which is written last: a process that is killed meanwhile leaves the other
-slot whole. Tensors that the next forward pass may change are copied at once, large ones by a thread, while the ranks
-compute.
+A slot is whole once its header has a step, which is written last: a process that is killed meanwhile leaves the other
+slot whole. Tensors that the next forward pass may change are copied at once, other large tensors by a thread, while the
+ranks compute.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from lockstep.errors import CheckpointError
 from lockstep.records import of_kind, open_regular, value_in
 from lockstep.torch_private import version_of
 
-_HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, its bytes, their CRC-32
+_HEADER: Final = struct.Struct("<qqqI")  # step, room for the text, bytes of the text, CRC-32 of these
 _STEP: Final = struct.Struct("<q")
-#: What the text of a slot holds: what it was written with, the tree, and of each tensor its type, shape and box.
+#: The text of a slot: its description, the tree, and the type, shape and box of each tensor.
 _TEXT: Final = tuple[Any, Any, list[tuple[str, tuple[int, ...], tuple[int, ...] | None, tuple[int, ...]]]]
 _NONE: Final = -1  # the step of a slot that is not whole
 _ALIGNED: Final = 64
-#: To copy less takes no more time than a thread's start.
+#: Copying less takes no more time than a thread's start.
 _SMALL_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class PartHead:
-    """What a whole slot holds, but for the state itself."""
+    """The description of a whole slot, without its state."""
 
     path: str
     step: int
-    about: Mapping[str, Any]  #: what it was written with
+    about: Mapping[str, Any]  #: the description given to `PartWriter.begin`
 
 
 class PartWriter:
-    """Writes the parts of one rank into two slots, one after the other. Its methods are called from one thread.
+    """Writes a rank's parts into two slots in turn. Its methods are called from one thread.
 
     Args:
-        directory: that has the slots; it is made, and must be this rank's own.
-        whole: called with the step and the bytes of each slot that has become whole, what `PartCopies.take` takes; the
-            bytes must be released before the slot is written again, or closed. On whatever thread completes the slot.
+        directory: of the slots; made if missing, and must be this rank's own.
+        whole: called with the step and the bytes of each slot that has become whole, for `PartCopies.take`, on the
+            thread that completes the slot; the bytes must be released before the slot is written again, or closed.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if the directory cannot be made.
     """
 
     def __init__(self, directory: Path, whole: Callable[[int, memoryview], None] | None = None) -> None:
@@ -76,20 +76,20 @@ class PartWriter:
     def begin(
         self, step: int, about: Mapping[str, object], part: FlatTree, *, at_once: Iterable[torch.Tensor] = ()
     ) -> None:
-        """Begin to write ``part``, what this rank has of the state after ``step``.
+        """Begin to write ``part``, this rank's part of the state after ``step``.
 
-        Its tensors of more than 64 KiB must not change until `finish`, but for those ``at_once``; where one does
+        Tensors of more than 64 KiB must not change until `finish`, except those in ``at_once``; if a tensor changes
         meanwhile, this slot stays empty.
 
         Args:
             step: steps done.
             about: plain values that `read_part_head` gives.
-            part: of a tree whose tensors may be `TensorShard`, of which this rank holds a box or nothing.
-            at_once: tensors that are copied before this returns, such as running statistics, whose kernels do not
-                count changes.
+            part: of a tree whose tensors may be `TensorShard`, of which this rank holds a box or no element.
+            at_once: tensors that are copied before `begin` returns, such as running statistics, whose kernels do not
+                raise the version counter.
 
         Raises:
-            CheckpointError: for what cannot be saved in ``about``.
+            CheckpointError: for a value in ``about`` that cannot be saved.
             OSError: if the memory has no room.
         """
         self.finish()
@@ -109,7 +109,7 @@ class PartWriter:
             self._commit(step, slot)
 
     def finish(self) -> None:
-        """What was begun last is whole when this returns, and outlives the process; waits for the copies."""
+        """Wait for the copies of the last part, which is then whole and outlives the process."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.result()
@@ -134,10 +134,10 @@ class PartWriter:
 
 
 class PartCopies:
-    """Two slots with what another rank's `PartWriter` has written, on another host. Used by one thread.
+    """Two slots with copies of another rank's slots, on another host. Used by one thread.
 
     Args:
-        directory: that has the slots; it is made, and must be for that rank alone.
+        directory: of the slots; made if missing, and must be for this other rank alone.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -150,11 +150,11 @@ class PartCopies:
 
         Args:
             step: steps done.
-            length: bytes that there are.
-            fill: is called with so much memory, once there is room; where it raises, this slot stays empty.
+            length: number of bytes.
+            fill: is called with memory of this length; if it raises, this slot stays empty.
 
         Raises:
-            OSError: if there is no room.
+            OSError: if memory has no room.
         """
         if not self._slots:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ class PartCopies:
         self._newest = 1 - self._newest
 
     def close(self) -> None:
-        """The files stay as they are."""
+        """Close the slots; the files stay."""
         for slot in self._slots:
             slot.close()
 
@@ -176,7 +176,7 @@ def _slots_in(directory: Path) -> list[_Slot]:
 
 
 class _Copies:
-    """Tensors and where they are copied to."""
+    """Tensors and the places that they are copied to."""
 
     def __init__(self) -> None:
         self._places: Final[list[torch.Tensor]] = []
@@ -191,7 +191,7 @@ class _Copies:
         copy_to_host(self._places, self.sources)
 
     def versions(self) -> list[int]:
-        """How often each source was changed, where that is counted."""
+        """The version counter of each source; 0 for a tensor without one."""
         return [0 if source.is_inference() else version_of(source) for source in self.sources]
 
 
@@ -202,14 +202,14 @@ class _Slot:
         self._path: Final = path
         self._memory: mmap.mmap | None = None
         self._length = 0
-        self._used = 0  # bytes of it
+        self._used = 0  # bytes of the memory in use
         self._text = 0  # bytes for the text, with room to grow
         self._pages: torch.Tensor | None = None  # the memory, where GPUs copy to it
-        self._shapes: list[tuple[torch.dtype, torch.Size]] = []  # of the tensors that it has places for
+        self._shapes: list[tuple[torch.dtype, torch.Size]] = []  # of the tensors in `_places`
         self._places: list[torch.Tensor] = []
 
     def prepare(self, text: bytes, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Write ``text``, and give the places of ``tensors``; the slot is empty until `commit`."""
+        """Write ``text``, and return the places of ``tensors``; the slot is empty until `commit`."""
         shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
         if len(text) > self._text or shapes != self._shapes:
             self._lay_out(len(text), shapes)
@@ -223,23 +223,23 @@ class _Slot:
         return self._places
 
     def commit(self, step: int) -> None:
-        """All is written: the slot holds the state after ``step``."""
+        """Mark the slot as whole, with the state after ``step``."""
         assert self._memory is not None
         _STEP.pack_into(self._memory, 0, step)
 
     def content(self) -> memoryview:
-        """All bytes but the step, by which one knows that they are whole."""
+        """All bytes but the step, which marks the slot as whole."""
         assert self._memory is not None
         return memoryview(self._memory)[_STEP.size : self._used]
 
     def room_for(self, length: int) -> memoryview:
-        """Room for ``length`` bytes of another slot's `content`; this one is empty until `commit`."""
+        """Room for ``length`` bytes of another slot's `content`; this slot is empty until `commit`."""
         memory = self._allocate(_STEP.size + length)
         _STEP.pack_into(memory, 0, _NONE)
         return memoryview(memory)[_STEP.size : self._used]
 
     def close(self) -> None:
-        """The file stays, and so do tensors that lie in its memory: the last of them lets go of the mapping."""
+        """Drop the memory; the file stays, and tensors in the memory keep it mapped until the last is deleted."""
         # `mmap.close` would unmap under tensors that are still held: `torch.frombuffer` does not prevent that.
         self._places, self._shapes, self._pages, self._memory = [], [], None, None
 
@@ -251,12 +251,12 @@ class _Slot:
         self._places = [_view(memory, o, d, s) for o, (d, s) in zip(offsets, shapes, strict=True)]
 
     def _allocate(self, length: int) -> mmap.mmap:
-        """The memory, of at least ``length`` bytes; what it held is lost where it had less."""
+        """The memory, of at least ``length`` bytes; if it had less before, its content is lost."""
         if self._memory is None or length > self._length:
             self.close()
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
+                # Not a sparse file: if memory is full later, the first write into a hole ends in SIGBUS.
                 os.posix_fallocate(file, 0, length)
                 self._memory = mmap.mmap(file, length)
             finally:
@@ -277,7 +277,7 @@ def _view(memory: mmap.mmap | memoryview, offset: int, dtype: torch.dtype, shape
 
 
 def _offsets(start: int, shapes: Sequence[tuple[torch.dtype, Sequence[int]]]) -> tuple[list[int], int]:
-    """Where each tensor begins, and where the last one ends."""
+    """The offset of each tensor, and the end of the last tensor."""
     offsets, at = [], start
     for dtype, shape in shapes:
         at = _up(at)
@@ -291,7 +291,7 @@ def _up(length: int) -> int:
 
 
 def _box(entry: TensorEntry) -> tuple[Sequence[int], Sequence[int] | None, Sequence[int]]:
-    """The shape of the whole; where the box begins, None if nothing is divided; the shape of what is here."""
+    """The shape of the whole tensor; the start of the box, None if not divided; the shape of this rank's box."""
     here = (0,) if entry.box is None else entry.box.shape
     start = None if not entry.divided else () if entry.box is None else entry.box.start
     return entry.shape, start, here
@@ -301,10 +301,10 @@ def _box(entry: TensorEntry) -> tuple[Sequence[int], Sequence[int] | None, Seque
 
 
 def read_part_head(path: Path) -> PartHead | None:
-    """What the slot at ``path`` holds; None if it is not whole.
+    """The description in the slot at ``path``; None if the slot is not whole.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if the slot cannot be read.
     """
     with open_regular(path) as file:
         header = file.read(_HEADER.size)
@@ -324,7 +324,7 @@ def load_part(content: mmap.mmap | memoryview) -> Tree:
     """The tree in the bytes of a whole slot; its tensors lie in ``content``, divided ones as `TensorShard`.
 
     Raises:
-        CheckpointError: if the bytes are not what a `PartWriter` has written.
+        CheckpointError: if the bytes are not those of a `PartWriter`.
     """
     try:
         _, room, length, _ = _HEADER.unpack_from(content, 0)
@@ -350,9 +350,9 @@ def _leaf(tensor: torch.Tensor, described: Sequence[Any]) -> torch.Tensor | Tens
 
 
 def merge_parts(parts: Sequence[Tree]) -> Tree:
-    """The whole tree, from the parts of all ranks: each tensor is whole, and has memory of its own.
+    """The whole tree, from the parts of all ranks, with whole tensors in memory of their own.
 
-    Dicts hold what any part has; of what several parts hold, the first one counts.
+    Dicts hold the keys of all parts; a value that several parts hold is taken from the first.
 
     Raises:
         CheckpointError: if the parts together lack elements of a tensor.

@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint, or boxes of them, as bytes: without torch, and without the rest of it in memory."""
+"""A reader of single tensors of a checkpoint, or boxes of tensors, as bytes; without torch, one tensor in memory."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _CHUNK_BYTES: Final = 4 << 20
 
 
 class CheckpointReader:
-    """One checkpoint, of which all files are there in full size.
+    """A reader of a checkpoint, all of whose files have full size.
 
     Args:
-        path: its directory.
+        path: directory of the checkpoint.
         disk: the file system.
 
     Raises:
-        DamagedCheckpoint: naming the file that is missing or not what was committed.
-        CheckpointError: if a newer version of Lockstep wrote it.
+        DamagedCheckpoint: naming the file that is missing or differs from the committed one.
+        CheckpointError: if a newer version of Lockstep wrote the checkpoint.
     """
 
     def __init__(self, path: Path, disk: FileSystem = LOCAL) -> None:
         self.path: Final = path
         self.manifest: Final[Manifest] = read_manifest(path, disk)
-        #: the tree that was saved, with a `TensorRecord` in place of each tensor
+        #: the saved tree, with a `TensorRecord` in place of each tensor
         self.tree: Final[Tree] = decode(self.manifest.tree, self.manifest.tensors)
         self._disk: Final = disk
 
@@ -42,7 +42,7 @@ class CheckpointReader:
         """Compare the heads of all files with their sums.
 
         Raises:
-            DamagedCheckpoint: if one is not what was committed.
+            DamagedCheckpoint: if a head differs from the committed one.
         """
         for name in self.manifest.files:
             with self._disk.reader(self.path / name) as file:
@@ -52,16 +52,16 @@ class CheckpointReader:
         """The bytes of a whole tensor, row-major and little-endian, compared with their sums.
 
         Raises:
-            DamagedCheckpoint: if they are not what was committed.
+            DamagedCheckpoint: if bytes differ from the committed ones.
         """
         whole = bytearray(sum(piece.length for piece in tensor.pieces))
         self.read(tensor, Box((0,) * len(tensor.shape), tensor.shape), memoryview(whole))
         return whole
 
     def read(self, tensor: TensorRecord, box: Box, into: memoryview) -> None:
-        """Read the bytes of ``box``, row-major and little-endian; all that is read is compared with its sums.
+        """Read the bytes of ``box``, row-major and little-endian; all read blocks are compared with their checksums.
 
-        Beside ``into``, takes `_CHUNK_BYTES` of memory, and reads no more than the blocks that the box has a part in.
+        Takes `_CHUNK_BYTES` of memory in addition to ``into``, and reads only the blocks that have a part of the box.
 
         Raises:
             DamagedCheckpoint: if they are not what was committed.
@@ -74,8 +74,8 @@ class CheckpointReader:
             self._read(piece, runs_within(Box(piece.start, piece.shape), box, element), into)
 
     def _read(self, piece: Piece, runs: Iterator[tuple[int, int, int]], into: memoryview) -> None:
-        """Read those blocks of ``piece`` that the runs have a part in; the runs are in the order of its bytes."""
-        run = next(runs, None)  # the first one that is not over
+        """Read the blocks of ``piece`` that have a part of the runs; the runs are in the order of its bytes."""
+        run = next(runs, None)  # the first run that is not over
         if run is None:
             return
         scratch = memoryview(bytearray(min(piece.length, _CHUNK_BYTES)))
@@ -108,7 +108,7 @@ class CheckpointReader:
 
 
 def _fill(file: io.BufferedIOBase, chunk: memoryview) -> int:
-    """Read the next bytes of ``file``; how many there were."""
+    """Read the next bytes of ``file`` into ``chunk``; returns their number."""
     taken = 0
     while taken < len(chunk) and (more := file.readinto(chunk[taken:])):
         taken += more

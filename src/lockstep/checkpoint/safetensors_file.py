@@ -1,11 +1,11 @@
-"""The head of a safetensors file: which of the bytes behind it are which tensor.
+"""The head of a safetensors file, which gives the bytes of each tensor after it.
 
     length of the JSON  8 bytes, little-endian
     JSON                {"w": {"dtype": "F32", "shape": [4, 3], "data_offsets": [0, 48]}, ...}, padded with spaces
     bytes of tensors    row-major, little-endian, one behind the other, from offset 0
 
-Each part of a checkpoint is such a file, and so is a model that is written out: any tool that knows the format opens
-them. It is written here and not by its library, which wants all tensors of a file in memory at once.
+Each part of a checkpoint is such a file, and so is an exported model: any tool that knows the format opens them. The
+format's own library is not used, since it needs all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _DTYPES = {
     "float8_e5m2": "F8_E5M2",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-#: The one name that no tensor may have.
+#: The only name that no tensor may have.
 _METADATA = "__metadata__"
-#: The head's length is a multiple of it, so that tensors behind it can be mapped into memory as they are.
+#: The head's length is a multiple of this number, so that tensors after it can be mapped into memory.
 _ALIGNMENT = 16
-#: As the format's own library allows.
+#: The limit of the format's own library.
 GREATEST_HEAD = 100_000_000
 
 
@@ -51,15 +51,15 @@ class FileTensor:
 
 
 def has_type(dtype: str) -> bool:
-    """Whether the format has a word for a type of PyTorch's, named without ``torch.``."""
+    """Whether the format has a word for a PyTorch type, named without ``torch.``."""
     return dtype in _DTYPES
 
 
 def head_of(tensors: Iterable[FileTensor], metadata: Mapping[str, str] | None = None) -> bytes:
-    """The bytes before those of ``tensors``, which follow in their order without gaps.
+    """The head of a file of ``tensors``, whose bytes follow in order without gaps.
 
-    Where two have the same name, the later ones get a number behind it. A type that the format has no word for is
-    written as bytes, which are one more dimension.
+    If several tensors have the same name, the later ones get a number after it. A type without a word in the format is
+    written as bytes, with one more dimension.
 
     Args:
         tensors: of the file, in the order of their bytes.
@@ -85,7 +85,7 @@ def head_of(tensors: Iterable[FileTensor], metadata: Mapping[str, str] | None = 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What the head says of a tensor."""
+    """The entry of a tensor in the head."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -93,17 +93,17 @@ class _Entry:
 
 
 def read_head(read: Callable[[int], bytes], size: int) -> tuple[int, list[tuple[int, FileTensor]]]:
-    """What a file of ``size`` bytes says of its tensors: each is one that torch can have, and lies within the file.
+    """The tensors in the head of a file of ``size`` bytes, each checked to be valid in torch and within the file.
 
     Args:
-        read: reads so many next bytes of the file, from its beginning on.
+        read: reads the given number of next bytes of the file, from its beginning on.
         size: of the whole file.
 
     Returns:
-        The length of the head in bytes; and of each tensor how many bytes behind that it begins, and what it is.
+        The length of the head in bytes; and of each tensor its offset after the head, and its description.
 
     Raises:
-        ValueError: if it is no safetensors file, is cut short, or holds what is no tensor of PyTorch's.
+        ValueError: if the file is no safetensors file, is cut short, or holds a tensor that PyTorch cannot have.
     """
     length = int.from_bytes(read(8), "little")
     if not 2 <= length <= min(GREATEST_HEAD, size - 8):

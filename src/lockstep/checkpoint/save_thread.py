@@ -1,8 +1,8 @@
-"""One save in its thread, from the copied bytes to a committed checkpoint.
+"""The thread of a save, from the copied bytes to a committed checkpoint.
 
 every rank's thread           wait for the leader's go-ahead; write this rank's part, flush it; publish its pieces
                               and their checksums
-the leader's thread           is there room on the disk? make the scratch directory; publish the go-ahead; wait for
+the leader's thread           check the room on the disk; make the scratch directory; publish the go-ahead; wait for
                               all parts, which must make whole tensors; commit; publish the outcome; retention
 """
 
@@ -40,18 +40,18 @@ from lockstep.collectives import KeyValueStore
 from lockstep.errors import CheckpointError, DamagedCheckpoint, LockstepError
 from lockstep.formatting import format_ranks, size
 
-#: Between two looks at the store, so that a thread which waits for a peer can be told to give up.
+#: Time between two looks at the store, so that a thread that waits for a peer can be told to give up.
 _POLL_S = 0.02
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How one save ended."""
+    """The outcome of a save."""
 
     step: int
     size_bytes: int  #: of the state
-    why_not: str = ""  #: empty if it was committed
+    why_not: str = ""  #: empty if the save was committed
     remarks: tuple[str, ...] = ()
     took_s: float = 0.0  #: from the copy to the end
 
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequest:
-    """One save, as a rank knows it before a byte is written."""
+    """The request of a save, as known to a rank before a byte is written."""
 
     manifest: Manifest  #: without tensors
     names: tuple[TensorEntry, ...]
@@ -71,16 +71,16 @@ class SaveRequest:
     ranks: int  #: that save together
     scratch: Path
     digest: list[int]  #: sums of the tree's shape and of its plain values
-    protect: int | None = None  #: a step that retention leaves alone once this one is committed
+    protect: int | None = None  #: a step that retention keeps once this save is committed
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole state."""
+        """The bytes of the whole state."""
         return sum(named.whole.length for named in self.names)
 
     @property
     def needed_bytes(self) -> int:
-        """An upper bound of what the files take, the manifest included."""
+        """An upper bound of the bytes of all files, including the manifest."""
         pieces = {n: min(self.ranks, n.whole.length // n.whole.element) if n.divided else 1 for n in self.names}
         heads = sum((160 + 2 * len(named.path)) * count for named, count in pieces.items())
         manifest = 512 * len(self.names) + 256 * sum(pieces.values()) + 2 * len(self.manifest.dump()) + heads
@@ -88,21 +88,21 @@ class SaveRequest:
         return self.size_bytes + manifest + 4096 * (self.ranks + 2)
 
     def outcome(self, why_not: str = "", remarks: tuple[str, ...] = ()) -> Outcome:
-        """How the save ended, ``why_not`` if it failed."""
+        """The outcome of the save, with ``why_not`` if it failed."""
         return Outcome(self.manifest.step, self.size_bytes, why_not, remarks)
 
 
 class SaveWriter:
-    """What one rank does for its saves, in their threads. Nothing here raises: an error becomes the outcome.
+    """A rank's work for its saves, in their threads. No method raises: an error becomes the outcome.
 
     Args:
         root: directory for the checkpoints of the run.
         rank: of this process.
         ranks: that save together.
-        keep: how many checkpoints retention leaves.
-        protected: the steps whose checkpoints retention leaves alone, as they are when it looks.
+        keep: number of checkpoints that retention keeps.
+        protected: gives the steps whose checkpoints retention keeps, at the time of retention.
         disk: the file system.
-        reads_back: whether what was written is compared with what the disk holds.
+        reads_back: whether written bytes are compared with the content of the disk.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class SaveWriter:
         self._reads_back = reads_back
         self.root = root
         self._rank, self._ranks, self._keep, self._protected, self._disk = rank, ranks, keep, protected, disk
-        self.next_step = NextStepFile(disk)  #: of the checkpoint that was committed last
+        self.next_step = NextStepFile(disk)  #: of the checkpoint committed last
         #: Called on the leader before a checkpoint becomes visible.
         self.before_commit: Callable[[], object] = lambda: None
 
     def write(self, save: SaveRequest, staged: CpuStager, messages: SaveMessages) -> Outcome:
-        """This rank's side of a save. What goes wrong is reported to the other ranks and becomes the outcome.
+        """Do this rank's part of a save. An error is reported to the other ranks and becomes the outcome.
 
-        What is ``staged`` is freed as soon as it is written, or will not be.
+        The bytes in ``staged`` are freed as soon as they are written, or known not to be needed.
         """
         try:
             return self._lead(save, staged, messages) if self._rank == 0 else self._follow(save, staged, messages)
@@ -139,7 +139,7 @@ class SaveWriter:
             if messages.wait_for("go-ahead of the leader"):
                 messages.publish(part, self._write_part(save, staged))
             why_not = messages.wait_for("outcome of the leader")
-            messages.publish(part, None)  # the leader has read it, and the store need not hold it for ever
+            messages.publish(part, None)  # the leader has read the report, and the store need not hold it any longer
         except (LockstepError, RuntimeError) as error:
             why_not = _one_line(error)
         return save.outcome(why_not)
@@ -160,13 +160,13 @@ class SaveWriter:
         except (LockstepError, RuntimeError) as error:
             remarks += (f"the other ranks could not be told how it ended: {_one_line(error)}",)
         if not why_not:
-            # The step itself is kept anyway, as the newest one, and counts as such.
+            # The step itself is kept anyway, and counts, as the newest one.
             best = {save.protect} - {save.manifest.step}
             remarks += self._retain(save.manifest.step, self._protected() | best)
         return save.outcome(why_not, remarks)
 
     def _open(self, save: SaveRequest) -> str:
-        """Make the scratch; why not, if it cannot be, or if the disk has no room."""
+        """Make the scratch directory; returns the reason if this fails or the disk has no room, else ""."""
         if taken := _taken_over(self.root):
             return taken
         try:
@@ -180,7 +180,7 @@ class SaveWriter:
         return ""
 
     def _write_part(self, save: SaveRequest, staged: CpuStager) -> dict[str, object]:
-        """Write this rank's part, and free what is staged; what to tell the leader about it. Never raises."""
+        """Write this rank's part, and free the staged bytes; returns the report for the leader. Never raises."""
         report = self._written(save, staged.content)
         staged.free()
         return report
@@ -208,7 +208,7 @@ class SaveWriter:
         }
 
     def _gather(self, save: SaveRequest, own: dict[str, object], messages: SaveMessages) -> tuple[str, tuple[str, ...]]:
-        """Wait for all parts and commit them; why not, and remarks."""
+        """Wait for all parts and commit them; returns why this failed, or "", and remarks."""
         reports = [own] + [messages.wait_for(_part_of(rank)) for rank in range(1, self._ranks)]
         for rank, report in enumerate(reports):
             if report["why_not"]:
@@ -239,7 +239,7 @@ class SaveWriter:
         return "", remarks
 
     def _retain(self, step: int, protected: Collection[int | None]) -> tuple[str, ...]:
-        """Remove what is superseded; a remark, if that fails."""
+        """Remove superseded checkpoints; returns a remark if this fails."""
         try:
             found = list_checkpoints(self.root, self._disk)
             newest = next(one for one in found if one.step == step)
@@ -254,7 +254,7 @@ class SaveWriter:
             read_manifest(one.path, self._disk)
         except (DamagedCheckpoint, OSError):
             return False
-        except CheckpointError:  # of a newer version: not ours to judge
+        except CheckpointError:  # of a newer version, whose checkpoints this version cannot judge
             return True
         return True
 
@@ -263,7 +263,7 @@ class SaveWriter:
             if self._disk.is_directory(save.scratch):
                 remove([save.scratch], self.root, self._disk)
         except OSError:
-            pass  # the next start sweeps it away
+            pass  # the next start removes it
 
     def _explain(self, error: Exception, save: SaveRequest) -> str:
         if isinstance(error, OSError) and error.errno in _FULL:
@@ -275,7 +275,7 @@ class SaveWriter:
 
 
 class SaveMessages:
-    """The messages that ranks exchange about one save, through the store."""
+    """The messages that ranks exchange about a save, through the store."""
 
     def __init__(
         self, store: KeyValueStore, save: str, give_up: threading.Event, timeout_s: float, clock: Callable[[], float]
@@ -284,14 +284,14 @@ class SaveMessages:
         self._timeout_s, self._clock = timeout_s, clock
 
     def publish(self, key: str, value: object) -> None:
-        """Every rank that waits for ``key`` of this save gets ``value``, which JSON can hold."""
+        """Send ``value``, which JSON can hold, to every rank that waits for ``key`` of this save."""
         self._store.set(f"{self._save} {key}", json.dumps(value))
 
     def wait_for(self, key: str) -> Any:
-        """What a rank published under ``key``, once it has.
+        """Wait for the value that a rank publishes under ``key``.
 
         Raises:
-            CheckpointError: if it does not come in time, or the run gives up.
+            CheckpointError: if no value comes in time, or the run gives up.
         """
         full_key = f"{self._save} {key}"
         deadline = self._clock() + self._timeout_s
@@ -303,7 +303,7 @@ class SaveMessages:
 
 
 class SaveThread:
-    """A save in its thread. Not a daemon: an interpreter that ends waits for it."""
+    """A save in its thread, which is no daemon: the interpreter waits for the thread before it ends."""
 
     def __init__(self, clock: Callable[[], float], save: SaveRequest, write: Callable[[], Outcome]) -> None:
         self.step = save.manifest.step
@@ -321,19 +321,19 @@ class SaveThread:
         return not self._thread.is_alive()
 
     def outcome(self) -> Outcome:
-        """How it ended; waits for the end."""
+        """The outcome of the save; waits for its end."""
         self._thread.join()
         return self._outcome
 
 
 def _piece_report(box: Box, placed: Placed, content: memoryview, head: int) -> list[object]:
-    """What a rank tells the leader about one piece, behind a head of so many bytes."""
+    """A rank's report to the leader about a piece, in a file with a head of ``head`` bytes."""
     crc32, sums = checksums(content[placed.offset : placed.offset + placed.length])
     return [placed.tensor, head + placed.offset, placed.length, crc32, box.start, box.shape, sums]
 
 
 def _pieces_by_tensor(reports: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Piece]]]:
-    """The pieces in the reports, each with its rank, by the number of its tensor."""
+    """The pieces in the reports, each with its rank, by the number of the tensor."""
     found: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, report in enumerate(reports):
         for number, offset, length, crc32, start, shape, sums in report["pieces"]:

@@ -1,4 +1,4 @@
-"""Tensors as bytes, and bytes as tensors; memory of the host to which GPUs copy without a wait for each tensor."""
+"""Conversion of tensors to bytes and back; host memory to which GPUs copy without a wait for each tensor."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from lockstep.small_files import replacement
 from lockstep.torch_private import foreach_copy_
 
 Tensors = dict[str, torch.Tensor]
-"""By the names that a model's ``state_dict()`` gives them."""
+"""Tensors by their names in a model's ``state_dict()``."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """A tensor's path in the tree, what it is, and which box of it this rank holds."""
+    """A tensor's path in the tree, its type and shape, and the box that this rank holds."""
 
     path: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    box: Box | None  #: None: this rank holds nothing of it
-    divided: bool  #: whether the ranks hold it together; else each of them holds it all
+    box: Box | None  #: None: this rank holds no element
+    divided: bool  #: whether the tensor is divided among ranks; else each rank holds the whole tensor
 
     @property
     def whole(self) -> Extent:
-        """What the layout needs to know of the tensor."""
+        """The size of the whole tensor, for the layout."""
         return Extent(math.prod(self.shape) * self.dtype.itemsize, self.dtype.itemsize)
 
     @property
     def here(self) -> Extent:
-        """What the layout needs to know of the box."""
+        """The size of this rank's box, for the layout."""
         elements = 0 if self.box is None else self.box.elements
         return Extent(elements * self.dtype.itemsize, self.dtype.itemsize)
 
     @property
     def in_file(self) -> FileTensor:
-        """What the file that holds the box says of it."""
+        """The entry of the box in its file."""
         whole = self.box is None or self.box.shape == self.shape
         ranges = () if self.box is None else zip(self.box.start, self.box.end, strict=True)
         name = self.path if whole else f"{self.path}[{','.join(f'{first}:{end}' for first, end in ranges)}]"
         return FileTensor(name, _name_of(self.dtype), () if self.box is None else self.box.shape, self.here.length)
 
     def leaf(self, tensor: torch.Tensor) -> torch.Tensor | TensorShard:
-        """What the tree has in this place, if ``tensor`` is what is here of it."""
+        """The leaf of the tree in this place, if ``tensor`` is this rank's box."""
         if not self.divided:
             return tensor
         if self.box is None:
@@ -63,15 +63,15 @@ class TensorEntry:
         return TensorShard(tensor, self.box.start, self.shape, self.dtype)
 
     def stored(self, pieces: Iterable[Piece]) -> TensorRecord:
-        """Its entry in a manifest."""
+        """The tensor's entry in a manifest."""
         return TensorRecord(self.path, _name_of(self.dtype), self.shape, tuple(pieces))
 
 
 def flatten(tree: Tree) -> tuple[object, tuple[TensorEntry, ...], tuple[torch.Tensor, ...]]:
-    """The tree in JSON with numbers in place of its tensors; the tensors' names; and what of each is here.
+    """The tree in JSON with numbers in place of its tensors; the tensors' entries; and this rank's boxes.
 
     Raises:
-        CheckpointError: for what cannot be saved, naming its path.
+        CheckpointError: for a value that cannot be saved, naming its path.
     """
     found: list[TensorEntry] = []
     tensors: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ def flatten(tree: Tree) -> tuple[object, tuple[TensorEntry, ...], tuple[torch.Te
 
 
 def _box_of(part: TensorShard, path: str) -> Box | None:
-    """What this rank holds; that it can be written is checked."""
+    """The box that this rank holds, after a check that it can be written."""
     if part.tensor is None:
         return None
     _check_dense(part.tensor, path)
@@ -111,9 +111,9 @@ def _check_dense(value: torch.Tensor, path: str) -> None:
 
 
 class CpuStager:
-    """Takes private copies of tensors in one block of the CPU's memory.
+    """Copies tensors into one private block of CPU memory.
 
-    Page-locked memory, for tensors on GPUs, is kept for the next time, since to lock it takes longer than to copy.
+    Page-locked memory, for tensors on GPUs, is kept for the next save, since locking takes longer than copying.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class CpuStager:
         self._stays = False  # whether the block is for tensors on GPUs
 
     def copy(self, file: File, tensors: Sequence[torch.Tensor]) -> None:
-        """Make `content` the bytes of ``file``; the tensors may change once this returns.
+        """Set `content` to the bytes of ``file``; the tensors may change once `copy` returns.
 
         Tensors of all devices are copied at once, with one wait at the end.
         """
@@ -140,23 +140,23 @@ class CpuStager:
 
     @property
     def content(self) -> memoryview:
-        """What was copied last, in the block's own memory."""
+        """The bytes copied last, in the block's own memory."""
         return self._block.numpy().data[: self._length]
 
     def free(self) -> None:
-        """What was copied is not needed any more, and nobody has `content`; its memory is given back."""
+        """Give back the memory of the copied bytes; no reference to `content` may be in use."""
         self._length = 0
         if not self._stays:
             self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def stored_tree(checkpoint: CheckpointReader) -> Tree:
-    """The tree in a checkpoint, each tensor a `StoredTensor`: read when it is needed, as far as it is needed.
+    """The tree in a checkpoint, each tensor a `StoredTensor`, of which only needed parts are read, when needed.
 
-    What is read is compared with its sums, and raises `DamagedCheckpoint` if it is not what was committed.
+    Read blocks are compared with their checksums; reading raises `DamagedCheckpoint` if they differ.
 
     Raises:
-        DamagedCheckpoint: if the head of a file is not what was committed, or the manifest contradicts itself.
+        DamagedCheckpoint: if the head of a file differs from the committed one, or the manifest contradicts itself.
         CheckpointError: if torch does not know the type of a tensor.
     """
     checkpoint.check_heads()
@@ -168,19 +168,19 @@ def load_tree(path: Path) -> Tree:
     """The tree in the checkpoint at ``path``, each tensor contiguous on the CPU, with memory of its own.
 
     Raises:
-        DamagedCheckpoint: naming what is not as it was committed.
-        CheckpointError: if a newer version of Lockstep or of torch wrote it.
-        OSError: if it cannot be read.
+        DamagedCheckpoint: naming the file or tensor that differs from the committed one.
+        CheckpointError: if a newer version of Lockstep or of torch wrote the checkpoint.
+        OSError: if a file cannot be read.
     """
     return in_memory(stored_tree(CheckpointReader(path, LOCAL)))
 
 
 def tensor_of(record: TensorRecord, checkpoint: CheckpointReader) -> torch.Tensor:
-    """One tensor of a checkpoint, contiguous on the CPU, with memory of its own.
+    """A tensor of a checkpoint, contiguous on the CPU, with memory of its own.
 
     Raises:
-        DamagedCheckpoint: if it is not what was committed.
-        CheckpointError: if torch does not know its type.
+        DamagedCheckpoint: if the tensor differs from the committed one.
+        CheckpointError: if torch does not know the tensor's type.
     """
     return _stored(record, checkpoint).whole()
 
@@ -203,7 +203,7 @@ def _stored(record: TensorRecord, checkpoint: CheckpointReader) -> StoredTensor:
 
 
 def unreadable(path: Path, error: OSError) -> str:
-    """What to say of a file system that fails while ``path`` is read."""
+    """The message about a file system that fails while ``path`` is read."""
     return (
         f"{error.filename or path} cannot be read: {error.strerror or error}. The file system says so, and not the "
         "content, which may be whole: see that it works again; the run then goes on from there"
@@ -211,7 +211,7 @@ def unreadable(path: Path, error: OSError) -> str:
 
 
 def write_torch_file(path: Path, state: Tensors) -> None:
-    """Write what `torch.save` makes of ``state``; what was at ``path`` before is replaced once all is written."""
+    """Write ``state`` by `torch.save`; an older file at ``path`` is replaced once the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacement(path, durable=True) as beside:
         torch.save(state, beside)
@@ -224,7 +224,7 @@ def content_of(tensor: torch.Tensor) -> memoryview:
 
 
 def in_file(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> FileTensor:
-    """What a file says of a tensor."""
+    """The description of a tensor in a file."""
     return FileTensor(name, _name_of(dtype), shape, math.prod(shape) * dtype.itemsize)
 
 
@@ -243,23 +243,23 @@ def _dtype(entry: TensorRecord, path: Path, manifest: Manifest) -> torch.dtype:
 
 
 def lock_pages(memory: torch.Tensor) -> bool:
-    """Keep the pages of ``memory``, contiguous bytes on the CPU, where they are until the tensor is gone.
+    """Lock the pages of ``memory``, contiguous bytes on the CPU, until the tensor is deleted.
 
-    Memory that torch itself locks (``pin_memory=True``) is rounded up to a power of two: 8 GiB for a state of 5.
+    Memory that torch itself locks (``pin_memory=True``) is rounded up to a power of two: 8 GiB for a state of 5 GiB.
 
     Returns:
-        Whether CUDA has taken it. Else copies to it are right, too, and wait one by one.
+        Whether CUDA has locked the memory. If not, copies are also right, but wait one by one.
     """
     cuda, address = torch.cuda.cudart(), memory.data_ptr()
     if not memory.numel() or int(cuda.cudaHostRegister(address, memory.numel(), 0)):
         return False
-    # A process that ends gives all back by itself, and CUDA may have ended before.
+    # The end of a process frees all memory, and CUDA may have ended before.
     weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
     return True
 
 
 def copy_to_host(places: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy ``sources`` to ``places`` on the CPU: on return all are there, after one wait for each GPU."""
+    """Copy ``sources`` to ``places`` on the CPU; returns when all are copied, after one wait for each GPU."""
     if not sources:
         return
     with torch.no_grad():

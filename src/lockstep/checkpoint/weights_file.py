@@ -1,4 +1,4 @@
-"""The tensors of a trained model in safetensors files, read one by one, or box by box.
+"""The tensors of a trained model in safetensors files, read tensor by tensor, or box by box.
 
 model.safetensors                one file
 model.safetensors.index.json     {"weight_map": {"layer.weight": "model-00001-of-00002.safetensors", ...}}
@@ -25,10 +25,10 @@ _NAMES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def read_weights(path: Path) -> dict[str, StoredTensor]:
-    """The tensors at ``path``, by name, of which nothing is in memory yet.
+    """The tensors at ``path``, by name; no tensor is read yet.
 
     Raises:
-        SettingError: if there are none, they cannot be read, or a file is not as long as its head, or the index, says.
+        SettingError: if no weights are found or readable, or a file is not as long as its head, or the index, says.
     """
     if path.is_dir():
         path = next((path / name for name in _NAMES if (path / name).is_file()), path)
@@ -53,9 +53,9 @@ def read_weights(path: Path) -> dict[str, StoredTensor]:
 
 
 def checksum_of_first_rows(weights: Mapping[str, StoredTensor]) -> int:
-    """A checksum of the names, types and shapes of ``weights`` and of the first row of each, which it reads.
+    """A checksum of the names, types and shapes of ``weights`` and of the first row of each tensor, which is read.
 
-    Other weights of the same model have another one, but for those that differ in later rows alone.
+    Different weights of the same model have different checksums, unless only later rows differ.
     """
     found = 0
     for name, stored in weights.items():

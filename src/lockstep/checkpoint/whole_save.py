@@ -1,7 +1,7 @@
-"""A save that one rank makes by itself, of tensors that it holds whole: without another rank, thread or copy.
+"""A save by a single rank, of tensors that the rank holds whole, without another rank, thread or copy.
 
-For a rank that has lost the others and is about to end: nothing changes its tensors any more, so each is written from
-where it lies.
+For a rank that has lost the others and is about to end: its tensors do not change any more, so each is written directly
+from its memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from lockstep.checkpoint.safetensors_file import head_of
 from lockstep.checkpoint.tensors import TensorEntry, content_of, flatten
 from lockstep.errors import CheckpointError
 
-#: Beside tensors: the manifest, and what a file system takes for names.
+#: Bytes beside tensors: for the manifest, and a file system's names.
 _BESIDE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A tree whose plain values are copied and whose tensors are those that were given, or boxes of them."""
+    """A tree whose plain values are copied and whose tensors are the given ones, or boxes of these."""
 
     encoded: Any
     entries: tuple[TensorEntry, ...]
@@ -47,43 +47,44 @@ class FlatTree:
 
     @classmethod
     def of(cls, tree: Tree) -> FlatTree:
-        """The tree with its plain values as they are now.
+        """The flat tree of ``tree``, with its present plain values.
 
         Raises:
-            CheckpointError: for what cannot be saved, naming its path.
+            CheckpointError: for a value that cannot be saved, naming its path.
         """
         return cls(*flatten(tree))
 
     @property
     def size_bytes(self) -> int:
-        """Of the files that `save_whole` writes, at most."""
+        """An upper bound of the bytes that `save_whole` writes."""
         beside = sum(512 + 2 * len(entry.path) for entry in self.entries)
         return sum(entry.whole.length for entry in self.entries) + beside + _BESIDE_BYTES
 
     def checksums(self) -> dict[str, int]:
-        """The CRC-32 of each tensor's bytes, by its path, as a manifest has it. Reads all of them."""
+        """The CRC-32 of each tensor's bytes, by its path, as in a manifest. Reads all bytes."""
         return {e.path: zlib.crc32(content_of(t)) for e, t in zip(self.entries, self.tensors, strict=True)}
 
     def tree(self, tensors: Sequence[torch.Tensor]) -> Tree:
-        """The tree with ``tensors`` in the places of its own; those that are divided as `TensorShard`."""
+        """The tree with ``tensors`` in place of its own tensors; divided tensors as `TensorShard`."""
         return decode(self.encoded, [e.leaf(t) for e, t in zip(self.entries, tensors, strict=True)])
 
 
 def checksums_in(manifest: Manifest) -> dict[str, int]:
-    """The CRC-32 of each tensor that is one piece, by its path."""
+    """The CRC-32 of each tensor in a single piece, by its path."""
     return {tensor.path: tensor.pieces[0].crc32 for tensor in manifest.tensors if len(tensor.pieces) == 1}
 
 
 def save_whole(
     root: Path, flat: FlatTree, step: int, about: Mapping[str, object], disk: FileSystem = LOCAL
 ) -> Committed:
-    """Write and commit ``flat`` as the state after ``step``. Nobody else saves under ``root`` meanwhile.
+    """Write and commit ``flat`` as the state after ``step``. No other save under ``root`` may run meanwhile.
 
-    The tensors must not change until this returns. What an interrupted save has left there is removed.
+    The tensors must not change until `save_whole` returns. Directories of interrupted saves and older checkpoints under
+    ``root`` are removed.
 
     Raises:
-        OSError: if it cannot be written; then nothing became visible.
-        CheckpointError: if ``about`` holds what cannot be saved, or a tensor is divided among ranks.
+        OSError: if the state cannot be written; then no checkpoint became visible.
+        CheckpointError: if ``about`` holds a value that cannot be saved, or a tensor is divided among ranks.
     """
     if divided := [entry.path for entry in flat.entries if entry.divided]:
         raise CheckpointError(f"state at {divided[0]!r} is divided among ranks: one of them alone cannot save it")

@@ -1,4 +1,4 @@
-"""The tree's sum over all ranks, of one flat tensor at a time."""
+"""All-reduce along the tree: the sum of flat tensors over all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.collectives.shared_memory import SharedMemoryAllReduce
 from lockstep.collectives.wait_clock import wait_clock
 from lockstep.torch_private import foreach_add_
 
-#: For tensors of so many bytes, waits count more than what is sent or copied once more.
+#: For tensors of fewer bytes, latency counts more than additional bytes that are sent or copied.
 _LITTLE: Final = 1 << 18
 
 
@@ -26,21 +26,21 @@ class AllReduce(Protocol):
     """Sums flat tensors over all ranks in the background; sums are begun in the same order on every rank."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Begin the sum over the micro-batches of a step; after `finish` it is in ``out``, the same bits on every rank.
+        """Begin the sum over the micro-batches of a step; after `finish`, ``out`` holds it, with equal bits everywhere.
 
         Args:
-            out: one-dimensional, of the length that all ranks give, real or complex; ``partials`` may contain it.
+            out: one-dimensional, of equal length on all ranks, real or complex; may be one of ``partials``.
             partials: the sums of this rank's nodes (`nodes_of` its run), each like ``out``; none for an empty run.
-                They may be overwritten.
+                Partials may be overwritten.
             micro_batches: of the step, the same on every rank.
         """
         ...
 
     def finish(self) -> None:
-        """Wait until every sum begun so far is in its ``out``; on a GPU, for work that is queued from now on.
+        """Wait until each begun sum is in its ``out``; on a GPU, let later work in the current stream wait.
 
         Raises:
-            RuntimeError: of the transport, for example where a rank is gone.
+            RuntimeError: of the transport, for example if a rank is gone.
         """
         ...
 
@@ -50,7 +50,7 @@ class AllReduce(Protocol):
 
 
 def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
-    """The all-reduce that suits the group: shared memory, NCCL or gloo; none for one rank. Collective."""
+    """The all-reduce for the group, over shared memory, NCCL or gloo; without transport for one rank. Collective."""
     if group.size == 1:
         return _NoAllReduce()
     if group.device.type == "cuda" and not group.over_cpu:
@@ -61,26 +61,27 @@ def open_all_reduce(group: Group, runs: Runs) -> AllReduce:
 
 
 class NativeAllReduce:
-    """Torch's own all-reduce: no promise of bits, and each rank adds up its own micro-batches in any order."""
+    """Torch's own all-reduce, without a promise of bits, of values that each rank has added up in any order."""
 
     def __init__(self, group: Group) -> None:
         self._process_group = group.process_group
         self._works: list[dist.Work] = []
 
     def begin(self, out: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``out``; after `finish` it is in ``out``."""
+        """Begin the sum of every rank's ``out``; after `finish`, ``out`` holds the sum."""
         self._works.append(dist.all_reduce(out, group=self._process_group, async_op=True))
 
     def finish(self) -> None:
-        """Wait for every sum that was begun."""
+        """Wait for every begun sum."""
         wait_all(self._works)
 
 
 class RankOrderAllReduce:
     """Sums of one tensor from each rank, along the tree over ranks.
 
-    Torch's all-reduce adds in an order that depends on where in a bucket an element lies, and DDP cuts its buckets
-    again after the first step, also after a resume. Here the bits depend only on the values and on the number of ranks.
+    Torch's all-reduce adds in an order that depends on an element's place in its bucket, and DDP cuts its buckets again
+    after the first step, also after a resume. With this class the bits depend only on the values and the number of
+    ranks.
     """
 
     def __init__(self, group: Group) -> None:
@@ -88,7 +89,7 @@ class RankOrderAllReduce:
         self._all_reduce: Final = open_all_reduce(group, lambda rank, _: range(rank, rank + 1))
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``tensor``, of one dimension; after `finish` it is in ``tensor``."""
+        """Begin the sum of every rank's ``tensor``, of one dimension; after `finish`, ``tensor`` holds the sum."""
         self._all_reduce.begin(tensor, [tensor], self._size)
 
     def finish(self) -> None:
@@ -101,7 +102,7 @@ class RankOrderAllReduce:
 
 
 class _NoAllReduce(AllReduce):
-    """For a group of one rank, which holds the whole tree."""
+    """The all-reduce of a single rank, which holds the whole tree."""
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
         (total,) = partials
@@ -115,11 +116,11 @@ class _NoAllReduce(AllReduce):
 
 
 class GlooAllReduce(AllReduce):
-    """Over gloo: the first half of each sum is begun by the caller, the rest follows on one thread, in order.
+    """The all-reduce over gloo: the caller begins the first half of each sum, and a thread does the rest, in order.
 
-    Both have process groups of their own. Collectives of one group must be issued in the same order on every rank; the
-    caller's order is that of the buckets, and the thread's is the order in which they were begun: both are fixed, while
-    the order of one against the other is not.
+    Caller and thread have separate process groups. Collectives of one group must be issued in the same order on every
+    rank; the caller's order is that of the buckets, and the thread's order that in which sums were begun: both orders
+    are fixed, but not the order between caller and thread.
     """
 
     def __init__(self, group: Group, runs: Runs) -> None:
@@ -151,7 +152,7 @@ class GlooAllReduce(AllReduce):
 
     def close(self) -> None:
         """End the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)  # after an error it may wait for a rank that never comes
+        self._thread.shutdown(wait=False, cancel_futures=True)  # after an error the thread may wait for a rank for ever
 
     def _follow(
         self,
@@ -162,17 +163,17 @@ class GlooAllReduce(AllReduce):
         out: torch.Tensor,
     ) -> None:
         wait_all(works)
-        del sent  # had to stay alive until the exchange had read it
+        del sent  # had to stay alive until the exchange had read its values
         _finish(stages, received, out)
 
 
 class NcclAllReduce(AllReduce):
-    """Over NCCL: both halves and the additions between them are queued on a stream beside the backward pass."""
+    """The all-reduce over NCCL: exchange, additions and gather are queued on a stream beside the backward pass."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._stages: Final = _Stages(group, runs, "nccl")
         self._device: Final = group.device
-        # Before what computes: its few blocks are soon done, and the next rank waits for them.
+        # With priority over computation: the few blocks are done soon, and the next rank waits for them.
         self._stream = torch.cuda.Stream(device=group.device, priority=-1)
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
@@ -189,25 +190,25 @@ class NcclAllReduce(AllReduce):
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def close(self) -> None:
-        """Wait for what is queued."""
+        """Wait for queued sums."""
         self._stream.synchronize()
 
 
 class StagedAllReduce(AllReduce):
-    """For ranks that share a GPU, which NCCL does not support: sums go through the memory of the CPU."""
+    """The all-reduce for ranks that share a GPU, which NCCL does not support: through the memory of the CPU."""
 
     def __init__(self, all_reduce: AllReduce) -> None:
         self._all_reduce = all_reduce
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def begin(self, out: torch.Tensor, partials: Sequence[torch.Tensor], micro_batches: int) -> None:
-        """Copy the sums to the CPU, and begin there."""
+        """Copy ``partials`` to the CPU, and begin the sum there."""
         on_cpu = torch.empty_like(out, device="cpu")
         self._all_reduce.begin(on_cpu, [partial.cpu() for partial in partials], micro_batches)
         self._begun.append((out, on_cpu))
 
     def finish(self) -> None:
-        """Wait for every sum that was begun, and copy it to the GPU."""
+        """Wait for every begun sum, and copy each to the GPU."""
         begun, self._begun = self._begun, []
         self._all_reduce.finish()
         for out, on_cpu in begun:
@@ -234,7 +235,7 @@ class StagedAllReduce(AllReduce):
 
 
 class _Stage(NamedTuple):
-    """Some ranks that exchange with each other, by process groups in which nothing else is exchanged meanwhile."""
+    """A stage of a sum: ranks that exchange with each other, over process groups without other traffic meanwhile."""
 
     plan: ReductionPlan
     scatters: dist.ProcessGroup | None
@@ -242,7 +243,7 @@ class _Stage(NamedTuple):
 
 
 class _Stages:
-    """Of each sum: one for all ranks, or one within each host and one between hosts."""
+    """The stages of each sum: one over all ranks, or one within each host and one between hosts."""
 
     def __init__(self, group: Group, runs: Runs, backend: Literal["gloo", "nccl"]) -> None:
         self._backend: Final = backend
@@ -256,7 +257,7 @@ class _Stages:
             self._across: Final = group.new_process_group(hosts.across, backend)
 
     def of(self, out: torch.Tensor, micro_batches: int) -> Sequence[_Stage]:
-        """Those of the sum ``out`` over so many micro-batches."""
+        """The stages of the sum ``out`` over ``micro_batches``."""
         whole = self._plans(micro_batches)
         if self._hosts is None or out.nbytes < _LITTLE:
             return (_Stage(whole, *self._whole),)
@@ -266,12 +267,12 @@ class _Stages:
     def _gathering(
         self, group: Group, scatters: dist.ProcessGroup | None, ranks: Sequence[int]
     ) -> dist.ProcessGroup | None:
-        """NCCL does all in the order in which it is queued; over gloo, two threads of a rank have no common order."""
+        """The process group for gathering: NCCL keeps the order of queueing, but gloo's two threads need two groups."""
         return scatters if self._backend == "nccl" else group.new_process_group(ranks, self._backend)
 
 
 def _sum(stages: Sequence[_Stage], partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """The sum arrives in ``out``, stage after stage."""
+    """Compute the sum into ``out``, stage after stage."""
     plan, scatters, _ = stages[0]
     if len(stages) == 1 and plan.all_reduces:
         (total,) = partials
@@ -286,7 +287,7 @@ def _sum(stages: Sequence[_Stage], partials: Sequence[torch.Tensor], out: torch.
 def _exchange(
     stage: _Stage, partials: Sequence[torch.Tensor], like: torch.Tensor
 ) -> tuple[list[dist.Work], torch.Tensor, torch.Tensor]:
-    """What is under way, what it receives, one chunk of each node of each rank, and what it sends."""
+    """Begin the exchange; returns its works, the received chunk of each node of each rank, and the sent tensor."""
     plan = stage.plan
     cuts = plan.cuts(like.numel())
     first, end = cuts[plan.rank]
@@ -301,7 +302,7 @@ def _exchange(
 
 
 def _finish(stages: Sequence[_Stage], received: torch.Tensor, out: torch.Tensor) -> None:
-    """What was ``received`` is added up, here and in the stages that follow, and the sum arrives in ``out``."""
+    """Add up the ``received`` chunks, in this stage and the following ones, and gather the sum into ``out``."""
     plan, *_ = stages[0]
     first, end = plan.cuts(out.numel())[plan.rank]
     partials = _fold(plan, received, end - first)
@@ -312,7 +313,7 @@ def _finish(stages: Sequence[_Stage], received: torch.Tensor, out: torch.Tensor)
 
 
 def _fold(plan: ReductionPlan, received: torch.Tensor, length: int) -> list[torch.Tensor]:
-    """The sums of a chunk of so many elements that are left then, in the memory of ``received``."""
+    """The remaining sums of a chunk of ``length`` elements after all additions, in the memory of ``received``."""
     pieces = received.view(len(plan.all_nodes), length).unbind()
     for left, right in plan.additions if length else ():
         foreach_add_([pieces[i] for i in left], [pieces[i] for i in right])
@@ -320,12 +321,12 @@ def _fold(plan: ReductionPlan, received: torch.Tensor, length: int) -> list[torc
 
 
 def _gather(stage: _Stage, chunk: torch.Tensor, out: torch.Tensor) -> None:
-    """Every rank's chunk arrives in ``out``."""
+    """Gather every rank's chunk into ``out``."""
     size, each = len(stage.plan.nodes_by_rank), stage.plan.chunk(out.numel())
     alike, rest = out[: size * each], out[size * each :]
     if not len(rest) or out.nbytes >= _LITTLE:
         all_gather_flat(alike, chunk[:each], group=stage.gathers)
-        if len(rest):  # less than a thousandth, for which all would be copied once more
+        if len(rest):  # less than a thousandth, for which the whole would have to be copied once more
             if stage.plan.rank == size - 1:
                 rest.copy_(chunk[each:])
             dist.broadcast(rest, group=stage.gathers, group_src=size - 1)
@@ -341,7 +342,7 @@ def _gather(stage: _Stage, chunk: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """``flat`` itself, of one dimension; a complex one as pairs of reals, since transports have no complex sums."""
+    """``flat`` itself, of one dimension; complex numbers as pairs of reals, since transports have no complex sums."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

@@ -1,4 +1,4 @@
-"""Small objects of all ranks, which each rank gets: by one collective of gloo, where torch's own takes two.
+"""The gather of small objects from all ranks to all ranks, by one collective of gloo; torch's own takes two.
 
 rank 0   [ length | pickled ............ ]  ──┐
 rank 1   [ length | pickled .... | zeros ]  ──┴─►  all of them, on each rank; what is longer follows in a second one
@@ -25,7 +25,7 @@ def gathered(value: T, size: int, group: dist.ProcessGroup) -> list[T]:
     """Each rank's ``value``, in the order of the ``size`` ranks of ``group``, which is over the CPU. Collective.
 
     Raises:
-        RuntimeError: of torch's, if a rank is gone.
+        RuntimeError: from torch, if a rank is gone.
     """
     pickled = pickle.dumps(value)
     own = torch.zeros(_AT_ONCE, dtype=torch.uint8, device="cpu")

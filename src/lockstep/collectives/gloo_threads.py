@@ -1,13 +1,13 @@
-"""Waits until gloo's threads rest, so that none of them needs Python's lock while the interpreter ends.
+"""The wait for gloo's threads to rest, so that no thread needs Python's lock while the interpreter ends.
 
     main thread     the collective is over ─► destroy ─► interpreter ends
     gloo's thread       └─► lets go of its tensors ─ ─ ─ ─ ─ ─ ─ ┴─ needs the lock, and aborts the process
 
-A thread of gloo lets go of the tensors of a collective after the main thread knows that the collective is over. For a
-tensor that Python knows, too, it needs Python's global lock. If a thread asks for this lock while the
+A thread of gloo releases the tensors of a collective after the main thread knows that the collective is over. To
+release a tensor that Python knows, too, the thread needs Python's global lock. If a thread asks for this lock while the
 interpreter ends, Python before 3.14 ends the thread in a way that C++ answers by aborting the process: "terminate
 called without an active exception", SIGABRT (https://github.com/pytorch/pytorch/issues/190489). Destroying a process
-group ends its threads only where nothing else refers to it, and models and strategies do.
+group ends its threads only if no other object refers to the group, and models and strategies do.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from torch.distributed.distributed_c10d import _abort_process_group
 
 #: The name of these threads in the system.
 _NAME = "pt_gloo_runloop"
-#: They rest within a millisecond. Where a peer is gone, one may wait for it for minutes: that is a rest, too.
+#: The threads rest within a millisecond. If a peer is gone, a thread may wait for it for minutes, which is a rest, too.
 _PATIENCE_S = 2.0
 
 
 def destroy_process_groups(*, abort: bool = False) -> None:
     """Destroy all process groups of torch, and wait until gloo's threads rest; for 2 s at most, mostly 11 ms.
 
-    With ``abort``, what is under way over NCCL is broken off. Else it is waited for, up to the timeout of collectives,
-    where another rank does not take part in it any more.
+    With ``abort``, collectives under way over NCCL are aborted. Else they are waited for, up to the timeout of
+    collectives if another rank does not take part any more.
     """
     if abort:
         _abort_process_group()
@@ -42,12 +42,12 @@ def destroy_process_groups(*, abort: bool = False) -> None:
         if time.monotonic() > end_s:
             break
         before = now
-        # A thread that waits for Python's lock wakes once in each switch interval, and that is counted.
+        # A thread that waits for Python's lock wakes once in each switch interval, which the system counts.
         time.sleep(2.2 * sys.getswitchinterval())
 
 
 def _activity() -> dict[str, tuple[str, ...]]:
-    """The state of each of gloo's threads, and how often it was woken; nothing where the system does not say."""
+    """The state of each of gloo's threads, and how often the thread was woken; empty if the system does not say."""
     found = {}
     for thread in Path("/proc/self/task").glob("*"):
         # A thread may end meanwhile.

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def translating_peer_errors(what: str) -> Iterator[None]:
-    """Errors of the transport inside become `PeerLost`, which says what was being done."""
+    """A context in which errors of the transport become `PeerLost` errors that name the operation ``what``."""
     try:
         yield
     except RuntimeError as error:
@@ -57,7 +57,7 @@ class KeyValueStore:
             return bool(self._store.check([key]))
 
     def delete(self, key: str) -> None:
-        """There is no value under ``key`` from now on."""
+        """Remove the value under ``key``."""
         with translating_peer_errors(f"removal of {key}"):
             self._store.delete_key(key)
 
@@ -65,7 +65,7 @@ class KeyValueStore:
         """Wait for the value under ``key``, and return it.
 
         Raises:
-            PeerLost: if no rank stores one within ``timeout_s``.
+            PeerLost: if no rank stores a value within ``timeout_s``.
         """
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
@@ -75,7 +75,7 @@ class KeyValueStore:
 
 
 class Group:
-    """The ranks of one world, connected.
+    """The connected ranks of a world.
 
     A method that says *Collective* must be called by every rank of the group, in the same order. The text that names a
     call is compared, so that ranks which make different calls get an error instead of each other's values.
@@ -102,7 +102,7 @@ class Group:
         self.over_cpu: Final = over_cpu  #: whether tensors travel through the CPU's memory, over gloo
         #: torch's process group for tensors on the device; None: the default one
         self.process_group: Final = process_group
-        self.nodes: Final = tuple(nodes)  #: on which node each rank is
+        self.nodes: Final = tuple(nodes)  #: the node of each rank
         self._world: Final = world
         self._store: Final = store
         self._control: Final = control
@@ -110,7 +110,7 @@ class Group:
 
     @property
     def backend(self) -> Literal["gloo", "nccl"]:
-        """Torch's name of what carries tensors of the device."""
+        """Torch's name of the transport for tensors on the device."""
         return "gloo" if self.over_cpu else "nccl"
 
     @property
@@ -126,11 +126,11 @@ class Group:
     def gather_objects(self, value: T, what: str) -> list[T]:
         """Each rank's ``value``, in the order of ranks. Collective.
 
-        Values are pickled and go over the CPU, in about 1 ms: for what is small and rare.
+        Values are pickled and go over the CPU, in about 1 ms: for small values and rare calls.
 
         Raises:
-            DifferentCalls: if ranks call this for different things, as when one calls it inside ``if run.leads``.
-            PeerLost: if a rank is gone or does not come.
+            DifferentCalls: if ranks gather for different purposes, as when one rank calls inside ``if run.leads``.
+            PeerLost: if a rank is gone or does not call in time.
         """
         if self._control is None:
             return [value]
@@ -166,9 +166,9 @@ class Group:
         return self.begin_sum([value], what)()[0]
 
     def begin_sum(self, values: Sequence[int], what: str) -> Callable[[], list[int]]:
-        """Begin the sums of every rank's integers, as many on each; what it returns waits for them. Collective.
+        """Begin the sums of every rank's integers, equally many on each; the returned function waits. Collective.
 
-        They go over the CPU in about 0.3 ms, in which this rank may do other things, and no GPU is waited for.
+        The integers go over the CPU in about 0.3 ms, in which this rank may do other work; no GPU is waited for.
         """
         if self._control is None:
             return lambda: list(values)
@@ -197,32 +197,32 @@ class Group:
         self.begin_send(tensor, to, what)()
 
     def begin_send(self, tensor: torch.Tensor, to: int, what: str, tag: int = 0) -> Callable[[], None]:
-        """Begin to `send`; what it returns waits until the other rank has it. What has another ``tag`` may pass it."""
+        """Begin to `send`; the returned function waits until the tensor has arrived. Other tags may overtake it."""
         assert self._control is not None
         with translating_peer_errors(what):
             work = dist.isend(tensor.view(-1).view(torch.uint8), group=self._control, group_dst=to, tag=tag)
 
         def finish() -> None:
             with translating_peer_errors(what):
-                if work is not None:  # as it is for a rank that is none of the group
+                if work is not None:  # None for a rank outside of the group
                     work.wait()
 
         return finish
 
     def receive(self, tensor: torch.Tensor, source: int, what: str, tag: int = 0) -> None:
-        """Fill ``tensor``, of any type, contiguous and on the CPU, with what the rank ``source`` sends by ``tag``."""
+        """Fill ``tensor``, of any type, contiguous and on the CPU, with the tensor sent by ``source`` with ``tag``."""
         assert self._control is not None
         with translating_peer_errors(what):
             dist.recv(tensor.view(-1).view(torch.uint8), group=self._control, group_src=source, tag=tag)
 
     def broadcast_bytes(self, data: torch.Tensor, source: int, what: str) -> None:
-        """Fill ``data``, contiguous bytes on the CPU, with what it holds on the rank ``source``. Collective."""
+        """Fill ``data``, contiguous bytes on the CPU, with the ``data`` of the rank ``source``. Collective."""
         if self._control is not None:
             with translating_peer_errors(what):
                 dist.broadcast(data, group=self._control, group_src=source)
 
     def barrier(self, what: str) -> None:
-        """Wait until every rank has called it. Collective."""
+        """Wait until every rank has called `barrier`. Collective."""
         self.gather_objects(None, what)
 
     def store(self, name: str) -> KeyValueStore:
@@ -231,7 +231,7 @@ class Group:
         return KeyValueStore(own, name)
 
     def anew(self, world: World) -> Group:
-        """The same connections for another run of the same ``world``, with keys of its own in the store. Collective."""
+        """A group with the same connections for another run of the same ``world``, with its own keys. Collective."""
         self._connections.give_back()
         return Group(
             world,
@@ -246,10 +246,10 @@ class Group:
         )
 
     def subgroup(self, ranks: Sequence[int]) -> Group:
-        """A new group of ``ranks`` of this one, among which this rank is; every one of them must call it.
+        """A new group of ``ranks`` of this group, including this rank; each of ``ranks`` must call `subgroup`.
 
-        Its ranks are numbered from 0, in the order of this group. Where subgroups overlap, their ranks must make them
-        in the same order.
+        Its ranks are numbered from 0, in the order of this group. If subgroups overlap, ranks must make them in the
+        same order.
         """
         members = sorted(ranks)
         same_node = [rank for rank in members if self.nodes[rank] == self.nodes[self.rank]]
@@ -265,7 +265,8 @@ class Group:
         if len(members) == 1:
             return Group(world, self.device, HashStore(), None, self.timeout_s, over_cpu=self.over_cpu)
         process_group = self.new_process_group(members)
-        # Over NCCL it has connections over the CPU as well. Over gloo other threads would mix what they sum with words.
+        # Over NCCL the process group has CPU connections, too. Over gloo, other threads would mix their sums with these
+        # objects.
         control = self.new_process_group(members, "gloo") if self.over_cpu else process_group
         store = PrefixStore(f"part/{'-'.join(map(str, members))}/{next(_subgroup_numbers)}", self._store)
         nodes = [self.nodes[rank] for rank in members]
@@ -282,13 +283,13 @@ class Group:
         )
 
     def new_process_group(self, ranks: Sequence[int] | None = None, backend: str | None = None) -> dist.ProcessGroup:
-        """A new process group of torch for ``ranks`` of this group (None: all); every one of them must call it.
+        """A new process group of torch for ``ranks`` of this group (None: all); each of ``ranks`` must call the method.
 
-        With ``backend`` "gloo" or "nccl" it carries tensors of the CPU or of GPUs only, and opens connections for these
-        only; with None also those of the CPU beside those of the device.
+        With ``backend`` "gloo" or "nccl" the process group carries only tensors on the CPU or on GPUs, and opens
+        connections only for these; with None, both tensors on the device and on the CPU.
 
         Raises:
-            PeerLost: if one of them is gone.
+            PeerLost: if a rank is gone.
         """
         # Torch knows ranks by their numbers in the whole world.
         numbers = range(self.size) if self.process_group is None else dist.get_process_group_ranks(self.process_group)
@@ -297,29 +298,29 @@ class Group:
             return self._connections.take(members, backend, self.timeout_s)
 
     def close(self) -> None:
-        """Close all connections; for the group of the whole world. Ranks that still wait for this one get an error.
+        """Close all connections of the whole world's group. Ranks that still wait for this rank get an error.
 
-        Within `keeping_connections` they stay, for the next group.
+        Within `keeping_connections` the connections stay, for the next group.
         """
         if self._control is not None and self._connections not in _kept:
             destroy_process_groups()
 
 
 class Connections:
-    """Torch's process groups of one world.
+    """Torch's process groups of a world.
 
-    Where one run after another uses them, each asks for the same groups in the same order, and gets those of the run
-    before it: opening one costs tens of milliseconds.
+    If several runs follow each other, each asks for the same groups in the same order, and gets those of the run
+    before: opening a process group costs tens of milliseconds.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, ...], str | None], list[dist.ProcessGroup]] = {}
         self._taken: Counter[tuple[tuple[int, ...], str | None]] = Counter()
-        self.world: Group | None = None  #: that uses them now
-        self.of: tuple[object, ...] = ()  #: between whom they are, and how
+        self.world: Group | None = None  #: the group that uses the connections now
+        self.of: tuple[object, ...] = ()  #: arguments with which the connections were opened
 
     def take(self, members: tuple[int, ...], backend: str | None, timeout_s: float) -> dist.ProcessGroup:
-        """A process group that this run has not got yet; every one of the ``members`` must call it."""
+        """A process group that this run has not taken yet; each of the ``members`` must call `take`."""
         key = (members, backend)
         made = self._made.setdefault(key, [])
         self._taken[key] += 1
@@ -336,11 +337,11 @@ class Connections:
         return made[self._taken[key] - 1]
 
     def give_back(self) -> None:
-        """The next run may take what was taken."""
+        """Let the next run take all process groups again."""
         self._taken.clear()
 
     def close(self, *, abort: bool = False) -> None:
-        """Close them all. With ``abort``, such as after an error, without waiting for what is under way on GPUs."""
+        """Close all connections; with ``abort``, as after an error, without waiting for collectives on GPUs."""
         self._made.clear()
         self.give_back()
         if self.world is not None:
@@ -352,8 +353,8 @@ class Connections:
 def _unbound() -> Iterator[None]:
     """A context in which the world's process group has no device of its own.
 
-    From one that has, torch makes a group over NCCL by a split, which all ranks of the world must enter, also those
-    that are no members. Only the members come here.
+    From a process group with a device, torch makes a group over NCCL by a split, which all ranks of the world must
+    enter, also those that are no members. Only members call this code.
     """
     world = dist.group.WORLD
     bound = None if world is None else world.bound_device_id
@@ -372,10 +373,10 @@ _kept: list[Connections] = []
 
 @contextlib.contextmanager
 def keeping_connections() -> Iterator[Connections]:
-    """Within, the connections of a group outlive it: the next `open_group` of the same world gets them.
+    """A context in which the connections of a closed group stay open for the next `open_group` of the same world.
 
-    One group after another, each closed before the next. All ranks must have left the last one well: where they have
-    not, such as after an error, all must call `Connections.close`.
+    Each group must be closed before the next is opened. All ranks must have left the last group without an error;
+    otherwise all ranks must call `Connections.close`.
     """
     connections = Connections()
     _kept.append(connections)
@@ -391,8 +392,8 @@ def keeping_connections() -> Iterator[Connections]:
 def open_group(world: World, device: torch.device, timeout_s: float, *, shares_gpu: bool = False) -> Group:
     """Connect the ranks of ``world``, and return their group. Collective.
 
-    A world of one rank opens no connection. Where ranks share a GPU (``shares_gpu``, the same on all ranks), tensors go
-    over gloo, since NCCL refuses that.
+    A world of one rank opens no connection. If ranks share a GPU (``shares_gpu``, equal on all ranks), tensors go over
+    gloo, since NCCL refuses shared GPUs.
 
     Raises:
         WorldError: if this process already has a process group.
@@ -452,12 +453,12 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
 
 
 def refuse_shared_gpus(world: World, own: str, store: Store) -> None:
-    """Check that no two ranks use one GPU, or one part of a divided one; ``own`` is the id of this rank's. Collective.
+    """Check that no two ranks use the same GPU or MIG part; ``own`` is the id of this rank's GPU. Collective.
 
-    NCCL would say only that it was used in a wrong way; from 2.30 on it can be told that this is meant.
+    NCCL would report only a wrong use; from 2.30 on a variable tells NCCL that sharing is intended.
 
     Raises:
-        WorldError: if two do.
+        WorldError: if two ranks do.
     """
     store.set(f"gpu/{world.rank}", own)
     if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
@@ -472,22 +473,23 @@ def refuse_shared_gpus(world: World, own: str, store: Store) -> None:
 
 
 def _cause(said: str) -> str:
-    """The first line of an error of torch's, and what NCCL names as the cause, which is its last one."""
+    """The first line of an error of torch's, and the last line, in which NCCL names the cause."""
     first, *others = said.strip().splitlines()
     return f"{first} ({others[-1].strip()})" if others and "NCCL" in said else first
 
 
 def _lead_gloo_to_other_nodes(world: World, store: Store) -> None:
-    """Have gloo use the network interface that leads to the other nodes, where nothing else says which. Collective.
+    """Let gloo use the network interface towards the other nodes, unless a variable names one. Collective.
 
-    It would use that of the host's own name, which stands for the loopback on Debian, and for any network elsewhere.
+    By default gloo uses the interface of the host's own name, which means the loopback on Debian, and any network
+    elsewhere.
     """
     own = address_towards(world.address, world.port)
     store.set(f"address/{world.rank}", own)
     if any(name in os.environ for name in INTERFACES):
         return
     if is_loopback(own):
-        # Rank 0's machine, which learns from the others which way they come; or all ranks are on it.
+        # Rank 0's machine, which learns its interface from the other ranks' addresses; or all ranks are on it.
         told = store.multi_get([f"address/{rank}" for rank in range(world.size)])
         far = [address for each in told if not is_loopback(address := each.decode())]
         own = address_towards(far[0], world.port) if far else own
@@ -495,8 +497,8 @@ def _lead_gloo_to_other_nodes(world: World, store: Store) -> None:
         os.environ.update(dict.fromkeys(INTERFACES, interface))
 
 
-# A process may open one group after another, as when a search makes several runs. Each finds only its own keys, and one
-# store serves them all: a new one at the same port could be taken for the old one, which may still be there.
+# A process may open several groups in turn, as when a search makes several runs. Each group sees only its own keys, and
+# one store serves all groups: a new store at the same port could be confused with the old one, which may still run.
 _group_numbers: Final = itertools.count()
 _subgroup_numbers: Final = itertools.count()
 
@@ -509,7 +511,7 @@ def _store_at(address: str, port: int, rank: int, size: int, timeout: timedelta)
 
 
 def open_store(world: World, name: str, timeout_s: float) -> KeyValueStore:
-    """A connection to the store of ``world``, of several ranks, without a group. See `Group.store`."""
+    """A connection to the store of ``world``, which has several ranks, without a group. See `Group.store`."""
     timeout = timedelta(seconds=timeout_s)
     own: Store = _store_at(world.address, world.port, world.rank, world.size, timeout).clone()  # type: ignore[attr-defined]
     return KeyValueStore(own, name)
@@ -521,7 +523,7 @@ def single_rank_group(device: torch.device | None = None) -> Group:
 
 
 def _by_value(of: dict[int, str]) -> str:
-    """Such as ``rank 2: 1797; ranks 0, 1, 3: 1796``, the fewest first, since they are the likely culprits."""
+    """The ranks of each value, as ``rank 2: 1797; ranks 0, 1, 3: 1796``; the fewest first, as likely culprits."""
     parts = []
     for value, _ in reversed(Counter(of.values()).most_common()):
         ranks = [rank for rank, held in of.items() if held == value]

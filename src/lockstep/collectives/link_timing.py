@@ -1,4 +1,4 @@
-"""How fast ranks are with each other: pairs, with a small and a large message, and sums over all, by their size."""
+"""Measurement of links between ranks: of pairs, by a small and a large message, and of sums over all ranks, by size."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _PAIRS = "timing of pairs"
 _SMALL, _LARGE = 20, 3  # repetitions of a small message and of a large one
 _LEAST, _MOST = 3, 1000  # repetitions of each size
 _ROUNDS = 5
-_ENOUGH_S = 0.25  # of a size
-_SLICE_S = 0.01  # long enough that what a link lets pass at once is a small part of it
+_ENOUGH_S = 0.25  # time for a size
+_SLICE_S = 0.01  # long enough that a burst on the link is a small part of the slice
 _SUMS = "timing of sums"
 
 
 class PairTime(NamedTuple):
-    """What two ranks have measured between them."""
+    """The measured latency and rate between two ranks."""
 
     first: int
     second: int
     latency_s: float  #: of a small message, one way
-    bytes_per_s: float  #: of a large one, one way
+    bytes_per_s: float  #: of a large message, one way
 
 
 def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of ranks, where ``nodes`` has the node of each: those of one round do not disturb each other.
+    """Rounds of pairs of ranks, on the ``nodes`` of ranks: the pairs of a round do not disturb each other.
 
     Each two ranks of a node are a pair, and the first ranks of each two nodes. In a round each node has one pair of its
-    own, or is part of one.
+    own ranks, or one rank in a pair.
     """
     ranks = [[rank for rank, node in enumerate(nodes) if node == number] for number in dict.fromkeys(nodes)]
     within = itertools.zip_longest(*(itertools.combinations(each, 2) for each in ranks))
     rounds = [[pair for pair in one if pair is not None] for one in within]
-    # A tournament: the first stays, the others go around it. Who meets nobody has a free round.
+    # A round-robin tournament: the first stays, the others rotate. With an odd number, one has a free round.
     table: list[int | None] = [each[0] for each in ranks]
     table += [None] * (len(table) % 2)
     for _ in range(len(table) - 1):
@@ -52,7 +52,7 @@ def pair_rounds(nodes: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def time_pairs(group: Group, large_bytes: int) -> list[PairTime]:
-    """What each pair of `pair_rounds` has measured, on the ranks' own devices. Collective.
+    """Measure each pair of `pair_rounds`, between the ranks' own devices. Collective.
 
     Takes some ten milliseconds a round, or as long as nine times ``large_bytes`` need.
     """
@@ -66,14 +66,14 @@ def time_pairs(group: Group, large_bytes: int) -> list[PairTime]:
 
 
 def _time_pair(group: Group, first: int, second: int, large_bytes: int) -> PairTime | None:
-    """Of this rank and the other one of the pair; None on the second, which has measured the same."""
+    """The time of this rank's pair; None on the pair's second rank, which has measured the same."""
     latency_s = statistics.median(_there_and_back(group, first, second, 4, _SMALL)) / 2
     large_s = min(_there_and_back(group, first, second, large_bytes, _LARGE)) / 2
     return PairTime(first, second, latency_s, large_bytes / large_s) if group.rank == first else None
 
 
 def _there_and_back(group: Group, first: int, second: int, size: int, times: int) -> list[float]:
-    """The seconds of each of ``times`` rounds of ``size`` bytes, after one that does not count."""
+    """The seconds of each of ``times`` round trips of ``size`` bytes, after a first one that does not count."""
     tensor = torch.zeros(size, dtype=torch.uint8, device=group.device)
     durations = []
     for _ in range(times + 1):
@@ -100,11 +100,11 @@ def time_sums(
 ) -> list[tuple[int, float]]:
     """The seconds of a sum of each of ``sizes`` bytes over all ranks, of the slowest rank. Collective.
 
-    Sums follow each other without a pause, as in a training; of each size the first one, which may open connections,
-    does not count. The sizes take turns. What counts is the median over slices of ten milliseconds of the mean within
-    each: a link may let some sums pass at once and hold the next ones back, and other processes disturb some slices.
-    With ``exact`` they are summed along the tree, each rank giving one node, else by torch's own all-reduce. Sizes
-    that would take the rest of ``budget_s`` seconds are left out, the largest first.
+    Sums follow each other without a pause, as in a training; the first sum of each size, which may open connections,
+    does not count. The sizes take turns. The result is the median over slices of ten milliseconds of the mean within
+    each slice: a link may let some sums pass at once and hold the next ones back, and other processes disturb some
+    slices. With ``exact``, tensors are summed along the tree, with one node per rank, else by torch's own all-reduce.
+    Sizes that would take the rest of ``budget_s`` seconds are left out, the largest first.
     """
     if group.size == 1 or not sizes:
         return []
@@ -147,7 +147,7 @@ def time_sums(
 
 
 class _Sums:
-    """One sum after another."""
+    """Sums of tensors, each waited for before the next."""
 
     def __init__(self, group: Group, *, exact: bool) -> None:
         self._device: Final = group.device

@@ -4,11 +4,11 @@
     worker 1   ──── push ─►                                receive() ─► 1, push        as they come
                ◄─────── answer                             send(0, answer)
 
-No process group of torch carries them: a server waits for whichever message comes first, and learns at once that a rank
-is gone. Each pair has one connection, which both use.
+No process group of torch carries these messages: a server waits for whichever message comes first, and learns at once
+that a rank is gone. Each pair of ranks has one connection, used in both directions.
 
-No ranks can wait for each other in a circle, if those that call others send to all of them in one order, and then
-receive in whatever order answers come: a rank that cannot send waits for a rank that sends to a later one.
+Ranks cannot wait for each other in a circle if each rank that asks others sends to all of them in one order, and then
+receives answers in any order: a rank that cannot send waits for a rank that sends to a later one.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from lockstep.collectives.object_channel import as_bytes, rebuild_object, split_
 from lockstep.errors import PeerLost, WorldError
 from lockstep.formatting import format_ranks
 
-_LENGTH: Final = struct.Struct("<q")  # of what follows before the tensors
+_LENGTH: Final = struct.Struct("<q")  # length of the header before the tensors
 _CPU: Final = torch.device("cpu")
 
 
 class Mailbox:
-    """A connection between this rank and each of some others. Collective to open.
+    """Connections between this rank and each of some others. The constructor is collective.
 
-    Messages are anything that can be pickled; tensors in them travel and arrive in the memory of the CPU.
+    A message is any picklable object; its tensors travel and arrive in the memory of the CPU.
 
     Args:
         group: all ranks.
-        calls: the ranks that this one asks.
-        called_by: the ranks that ask this one.
-        advice: a sentence for who waits in vain.
+        calls: the ranks that this rank asks.
+        called_by: the ranks that ask this rank.
+        advice: a sentence for the error of a rank that waits in vain.
 
     Raises:
-        WorldError: if they do not reach each other.
+        WorldError: if the ranks do not reach each other.
     """
 
     def __init__(self, group: Group, calls: Collection[int], called_by: Collection[int], advice: str = "") -> None:
@@ -56,7 +56,7 @@ class Mailbox:
         self._connections: Final[dict[int, socket.socket]] = {**met.to, **met.sources}
         self._advice: Final = advice
         self._timeout_s: Final = group.timeout_s
-        self._last = -1  # the rank that was received from last
+        self._last = -1  # the rank of the last received message
         self._asking: Final = threading.Lock()
         self._answering: threading.Thread | None = None
         for connection in self._connections.values():
@@ -66,7 +66,7 @@ class Mailbox:
         """Send ``message``, a part of ``what``, to ``rank``, which need not wait for it yet.
 
         Raises:
-            PeerLost: if it is gone, or reads nothing in the group's time.
+            PeerLost: if the rank is gone, or reads nothing within the group's timeout.
         """
         header, tensors = split_object(message, _CPU)
         text = pickle.dumps(header)
@@ -76,15 +76,15 @@ class Mailbox:
                 self._connections[rank].sendall(as_bytes(tensor).numpy().data)
 
     def receive(self, silent: Collection[int], what: str, *, for_ever: bool = False) -> tuple[int, object]:
-        """Wait for a message of any of the ranks; its sender and the message. One rank after the other has its turn.
+        """Wait for a message of any rank, and return its sender and the message. Ranks have turns.
 
         Args:
-            silent: the ranks of which something must come, as an error names them.
-            what: is waited for.
-            for_ever: also beyond the group's time.
+            silent: the ranks that must send, to be named in an error.
+            what: the awaited message, for errors.
+            for_ever: wait beyond the group's timeout.
 
         Raises:
-            PeerLost: if any rank is gone, or nothing comes in the group's time.
+            PeerLost: if any rank is gone, or no message comes within the group's timeout.
         """
         ready = wait(list(self._connections.values()), None if for_ever else self._timeout_s)
         if not ready:
@@ -99,11 +99,11 @@ class Mailbox:
             return rank, _message_from(self._connections[rank])
 
     def ask(self, questions: Mapping[int, object], what: str) -> list[Any]:
-        """Send each rank its question, and return the answers in the same order; for any thread.
+        """Send each rank its question, and return the answers in the same order; may be called from any thread.
 
         Raises:
-            PeerLost: if a rank is gone, or does not answer in the group's time.
-            Exception: what the answering rank has raised.
+            PeerLost: if a rank is gone, or does not answer within the group's timeout.
+            Exception: that the answering rank has raised.
         """
         answers: dict[int, Any] = {}
         with self._asking:
@@ -117,12 +117,12 @@ class Mailbox:
         return [answers[rank] for rank in questions]
 
     def answer(self, read: Callable[[Any], object], what: str) -> None:
-        """From now on answer each question by ``read(question)``, on a thread of its own."""
+        """Answer each question by ``read(question)`` from now on, on a thread of its own."""
         self._answering = threading.Thread(target=self._answer, args=(read, what), name="lockstep-mailbox", daemon=True)
         self._answering.start()
 
     def close(self) -> None:
-        """End the connections; for ranks that still wait for a message of this one, it is gone."""
+        """End the connections; ranks that still wait for a message of this rank see it as gone."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -132,7 +132,7 @@ class Mailbox:
             connection.close()
 
     def _answer(self, read: Callable[[object], object], what: str) -> None:
-        with contextlib.suppress(PeerLost):  # of which the main thread learns, too; or this mailbox is closed
+        with contextlib.suppress(PeerLost):  # the main thread learns of it, too; or this mailbox is closed
             while True:
                 rank, question = self.receive((), what, for_ever=True)
                 try:
@@ -152,7 +152,7 @@ def _message_from(connection: socket.socket) -> object:
 
 @contextlib.contextmanager
 def _naming(rank: int, what: str) -> Iterator[None]:
-    """Errors of the connection with ``rank`` become `PeerLost`, which names the rank."""
+    """A context in which errors of the connection with ``rank`` become `PeerLost` errors that name the rank."""
     try:
         yield
     except OSError as error:

@@ -1,12 +1,12 @@
-"""Bytes from each rank to one on another node, beside the training and not through its process groups.
+"""Transport of bytes from each rank to a rank on another node, beside the training and its process groups.
 
     main thread       step 42 ────────────── step 43 ─────────────────────── step 44
     sending thread            └─ number, bytes ──────► answer ┘
     the neighbour's           ┌─ number, bytes ──► kept ─► answer
 
-A connection of its own for each pair of ranks: a collective of the training neither waits for it nor breaks with it.
-`NeighbourLink` carries whole parts of a state over it, as drawn; `WriteChannel` some hundred bytes in each step;
-`Mailbox` whatever workers and servers say to each other.
+Each pair of ranks has its own connection: a collective of the training neither waits for the connection nor breaks with
+it. `NeighbourLink` sends whole parts of a state over such a connection, as drawn; `WriteChannel` some hundred bytes in
+each step; `Mailbox` the messages between workers and servers.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from lockstep.collectives.group import Group
 from lockstep.network_interface import INTERFACES, address_of, address_towards
 
 Fill = Callable[[memoryview], None]
-"""Fills the memory that it is given with the bytes that arrive."""
+"""Fills the given memory with arriving bytes."""
 Keep = Callable[[int, int, Fill], None]
-"""Called on a thread for each thing that arrives: its number, how many bytes it has, and what fills memory with them.
+"""Called on a thread for each arriving content: its number, its number of bytes, and a `Fill` for these bytes.
 
-Where it raises `OSError` before it has called that, the sender is told that this was not kept.
+If the function raises `OSError` before it calls the `Fill`, the sender is told that the content was not kept.
 """
 
 _HEAD: Final = struct.Struct("<qq")  # number, bytes that follow
-_ANSWER: Final = struct.Struct("<?")  # whether it is kept
-_GREETING: Final = struct.Struct("<16sq")  # the receiver's secret, who connects
+_ANSWER: Final = struct.Struct("<?")  # whether the content is kept
+_GREETING: Final = struct.Struct("<16sq")  # the receiver's secret, the connecting rank
 _SCRAP_BYTES: Final = 1 << 16
-#: For a connection within a cluster; the ranks have met already.
+#: Timeout of a connection within a cluster; the ranks have met already.
 _CONNECT_S: Final = 20.0
-#: A rank sends its greeting as soon as it is connected, whether the other one looks or not.
+#: A rank sends its greeting as soon as it is connected, whether the other rank reads it or not.
 _GREETING_S: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """The connections of one rank; whoever has them closes them."""
+    """The connections of a rank, to be closed by their owner."""
 
-    to: Mapping[int, socket.socket]  #: to each rank that this one has called
-    sources: Mapping[int, socket.socket]  #: from each rank that has called this one
+    to: Mapping[int, socket.socket]  #: to each rank that this rank has called
+    sources: Mapping[int, socket.socket]  #: from each rank that has called this rank
 
 
 class NeighbourLink:
-    """Sends to one rank and receives from others, each thing with an answer, on threads of its own.
+    """Sends to one rank and receives from others, each content with an answer, on threads of its own.
 
     Args:
-        to: the connection to that rank.
-        sources: those from the others, and what is done with what comes there.
-        timeout_s: how long an answer is waited for.
+        to: the connection to the receiving rank.
+        sources: the connections from other ranks, each with the function that keeps its content.
+        timeout_s: timeout of an answer.
     """
 
     def __init__(self, to: socket.socket, sources: Sequence[tuple[socket.socket, Keep]], timeout_s: float) -> None:
@@ -75,17 +75,17 @@ class NeighbourLink:
             receiver.start()
 
     def begin(self, number: int, content: memoryview) -> None:
-        """Begin to send ``content``, which must not change until `finish`, and is released then.
+        """Begin to send ``content``, which must not change until `finish`, where it is released.
 
-        What was begun before must be finished.
+        The content before must be finished.
         """
         self._sending = self._sender.submit(self._send, number, content)
 
     def finish(self) -> None:
-        """What was begun last is kept by the neighbour when this returns.
+        """Wait until the neighbour has kept the content that was begun last.
 
         Raises:
-            OSError: if it is not kept: the neighbour has no room, or is gone.
+            OSError: if the content is not kept: the neighbour has no room, or is gone.
         """
         sending, self._sending = self._sending, None
         if sending is not None:
@@ -101,7 +101,7 @@ class NeighbourLink:
             raise OSError("it has no room")
 
     def close(self) -> None:
-        """End all threads and connections, whatever is on the way; without a word to the neighbour."""
+        """End all threads and connections, also with bytes under way; without a message to the neighbour."""
         for connection in (self._to, *self._sources):
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
@@ -113,18 +113,18 @@ class NeighbourLink:
 
 
 def meet_neighbours(group: Group, to: Collection[int], sources: Collection[int]) -> Neighbours | str:
-    """Connect this rank to each of ``to``, and with those that connect to it. Collective.
+    """Connect this rank to each of ``to``, and with each of ``sources``. Collective.
 
-    It goes over the network interface that gloo uses. Nobody but these ranks can take part: each is told the others'
-    secrets by the group. What is sent is not encrypted.
+    Connections use the network interface of gloo. Only these ranks can take part: the group tells each rank the others'
+    secrets. Sent bytes are not encrypted.
 
     Args:
         group: all ranks.
-        to: the ranks that this one calls.
-        sources: the ranks that call this one.
+        to: the ranks that this rank calls.
+        sources: the ranks that call this rank.
 
     Returns:
-        The connections; on all ranks alike, why there are none.
+        The connections; or on all ranks alike, the reason why they failed.
     """
     secret = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def meet_neighbours(group: Group, to: Collection[int], sources: Collection[int])
                     unreached = f"rank {group.rank} does not reach rank {rank} at {there[0]}: {error.strerror or error}"
             unheard = _accept(listening, secret, sources, accepted)
         told = group.gather_objects((why_not, unreached, unheard), "whether neighbours have met")
-        # Whoever was not reached has waited in vain, too.
+        # A rank that was not reached has waited in vain, too.
         failures = [failed for kind in zip(*told, strict=True) for failed in kind if failed]
         made = (*accepted.values(), *called.values())
         if failures:
@@ -155,13 +155,13 @@ def meet_neighbours(group: Group, to: Collection[int], sources: Collection[int])
         for one in made:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            one.settimeout(None)  # nothing may come for as long as an evaluation takes
+            one.settimeout(None)  # no bytes may come for as long as an evaluation takes
         return Neighbours(called, accepted)
 
 
 def _listen(address: tuple[str, int]) -> tuple[socket.socket | None, tuple[str, int], str]:
-    """A socket at this host's address in the network of the ranks; else why there is none."""
-    # On the host that has ``address`` the name may stand for the loopback. Gloo has been told the interface.
+    """A listening socket at this host's address in the network of the ranks, and the address; or why this failed."""
+    # On the host with ``address``, the name may mean the loopback. Gloo has been told the interface.
     interface, _, _ = os.environ.get(INTERFACES[0], "").partition(",")
     host = address_of(interface) or address_towards(*address)
     if not host:
@@ -176,7 +176,7 @@ def _listen(address: tuple[str, int]) -> tuple[socket.socket | None, tuple[str, 
 def _accept(
     listening: socket.socket, secret: bytes, sources: Collection[int], accepted: dict[int, socket.socket]
 ) -> str:
-    """Take the connections of ``sources`` into ``accepted``, and no others; why one is missing, "" if none is."""
+    """Accept only the connections of ``sources`` into ``accepted``; returns why one is missing, or ""."""
     end_s = time.monotonic() + _CONNECT_S
     while (missing := [rank for rank in sources if rank not in accepted]) and (left_s := end_s - time.monotonic()) > 0:
         listening.settimeout(left_s)
@@ -192,7 +192,7 @@ def _accept(
 
 
 def _greeted(connection: socket.socket, secret: bytes) -> int:
-    """The rank that has opened ``connection``; -1 for a stranger, who may be mute."""
+    """The rank that has opened ``connection``; -1 for a stranger, which may send nothing."""
     connection.settimeout(_GREETING_S)
     greeting = bytearray(_GREETING.size)
     with contextlib.suppress(OSError):
@@ -237,7 +237,7 @@ def receive_into(connection: socket.socket, memory: memoryview) -> None:
 
     Raises:
         ConnectionError: if the connection ends before.
-        OSError: if it breaks.
+        OSError: if the connection breaks.
     """
     at = 0
     while at < len(memory):

@@ -1,4 +1,4 @@
-"""Objects with tensors in them, sent from one rank to another or to all: a pipeline's stages send their outputs so.
+"""Transport of objects with tensors, from one rank to another or to all, for the outputs of a pipeline's stages.
 
 ("logits", tensor of (32, 10))  ──►  pickled: the object, with tensor 0's type and shape in its place
                                      bytes: tensor 0, from device to device
@@ -20,7 +20,7 @@ Header = tuple[bytes, list[tuple[torch.Size, torch.dtype]]]
 
 
 class ObjectChannel:
-    """A connection between the ranks of ``group``, independent of other ones. Collective to open.
+    """A connection between the ranks of ``group``, independent of other connections. The constructor is collective.
 
     Tensors arrive on the group's device, contiguous, new, and without gradient history.
     """
@@ -33,7 +33,7 @@ class ObjectChannel:
         self._header_group: Final = group.new_process_group(backend="gloo")
 
     def send(self, value: object, to: int) -> None:
-        """Send ``value``, anything that can be pickled, to the rank ``to``, which must call `receive`."""
+        """Send ``value``, any picklable object, to the rank ``to``, which must call `receive`."""
         header, tensors = split_object(value, self._transport_device)
         with translating_peer_errors("the hand-over between stages"):
             dist.send_object_list([header], group=self._header_group, group_dst=to)
@@ -41,14 +41,14 @@ class ObjectChannel:
                 dist.send(as_bytes(tensor), group=self._tensor_group, group_dst=to)
 
     def receive(self, source: int) -> Any:
-        """Wait for what the rank ``source`` sends, and return it."""
+        """Wait for the object that the rank ``source`` sends, and return it."""
         headers: list[Any] = [None]
         with translating_peer_errors("the hand-over between stages"):
             dist.recv_object_list(headers, group=self._header_group, group_src=source)
             return self._rebuild(headers[0], lambda t: dist.recv(t, group=self._tensor_group, group_src=source))
 
     def broadcast(self, value: object, source: int) -> object:
-        """The ``value`` of the rank ``source``, on every rank; on that rank the object itself. Collective."""
+        """The ``value`` of the rank ``source``, on every rank; on ``source`` the object itself. Collective."""
         is_source = self._rank == source
         header, tensors = split_object(value, self._transport_device) if is_source else (None, [])
         headers: list[Any] = [header]
@@ -67,7 +67,7 @@ class ObjectChannel:
 
 
 def split_object(value: object, device: torch.device) -> tuple[Header, list[torch.Tensor]]:
-    """``value`` without its tensors, and those of them that have elements, contiguous in the memory of ``device``."""
+    """``value`` without its tensors, and the non-empty tensors, contiguous in the memory of ``device``."""
     pickled, tensors = io.BytesIO(), list[torch.Tensor]()
     _Pickler(pickled, tensors).dump(value)
     shapes = [(t.shape, t.dtype) for t in tensors]
@@ -81,9 +81,9 @@ def rebuild_object(
 
     Args:
         header: of `split_object`.
-        fill: receives the bytes of the next tensor into the memory that it is given.
-        transport_device: whose memory that is.
-        device: where the tensors are to be.
+        fill: receives the bytes of the next tensor into the given memory.
+        transport_device: the device of this memory.
+        device: of the returned tensors.
     """
     pickled, shapes = header
     tensors = [torch.empty(shape, dtype=dtype, device=transport_device) for shape, dtype in shapes]
@@ -94,14 +94,14 @@ def rebuild_object(
 
 
 class _Pickler(pickle.Pickler):
-    """Leaves a number where a tensor was."""
+    """A pickler that writes a number in place of a tensor."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self._tensors: Final = tensors
 
     def persistent_id(self, value: object) -> int | None:
-        """The tensor's number; None for anything else."""
+        """The number of a tensor; None for any other value."""
         if not isinstance(value, torch.Tensor):
             return None
         self._tensors.append(value.detach())
@@ -114,10 +114,10 @@ class _Unpickler(pickle.Unpickler):
         self._tensors: Final = tensors
 
     def persistent_load(self, number: int) -> torch.Tensor:
-        """The tensor of that number."""
+        """The tensor with this number."""
         return self._tensors[number]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that every transport takes, whatever the type of the numbers."""
+    """A view of ``tensor`` as bytes, which every transport takes."""
     return tensor.view(-1).view(torch.uint8)

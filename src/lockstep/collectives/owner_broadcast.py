@@ -1,4 +1,4 @@
-"""Broadcast of many tensors at once, each from the rank that owns it and has changed it.
+"""Broadcast of many tensors at once, each from the rank that owns and has changed the tensor.
 
 before      rank 0   A' b  c        after      A' B' C'       each rank changes its own
             rank 1   a  B' c                   A' B' C'
@@ -22,7 +22,7 @@ from lockstep.collectives.shared_memory import SharedMemoryArena
 from lockstep.torch_private import foreach_copy_
 
 _ALIGN = 64  # bytes: each tensor begins on a cache line of its own, whatever its type
-#: Bytes that one broadcast carries: enough to use the link well, and little beside the tensors. Two are under way.
+#: Bytes of a broadcast: enough to use the link well, and few compared with all tensors. Two broadcasts are under way.
 _BATCH_BYTES = 16 << 20
 
 
@@ -30,7 +30,7 @@ class OwnerBroadcast(Protocol):
     """Broadcasts tensors from their owners to all ranks."""
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
-        """Copy each of ``tensors`` from its owner, bit for bit; on a GPU, for work that is queued from now on.
+        """Copy each of ``tensors`` from its owner, bit for bit; on a GPU, visible to work that is queued afterwards.
 
         Collective, with tensors of the same shapes and types and the same owners on every rank.
 
@@ -40,24 +40,24 @@ class OwnerBroadcast(Protocol):
         ...
 
     def close(self) -> None:
-        """End connections; nothing is sent afterwards."""
+        """End connections; no call may follow."""
         ...
 
 
 def open_owner_broadcast(group: Group) -> OwnerBroadcast:
-    """The implementation that suits the group: NCCL for GPUs, shared memory on one machine, else gloo. Collective."""
+    """The implementation for the group: NCCL for GPUs, shared memory on one machine, else gloo. Collective."""
     if group.over_cpu and group.on_one_machine and sys.platform == "linux":
         return SharedMemoryOwnerBroadcast(group)
     return BroadcastFromOwner(group)
 
 
 class BroadcastFromOwner(OwnerBroadcast):
-    """Several tensors of one owner in one broadcast; two broadcasts at a time, of two owners where there are more."""
+    """Broadcasts batches of an owner's tensors; two broadcasts at a time, of two owners if there are several."""
 
     def __init__(self, group: Group) -> None:
         self._rank: Final = group.rank
         self._device: Final = torch.device("cpu") if group.over_cpu else group.device
-        # Over gloo, what is sent to a rank waits behind what the rank itself sends in the same process group.
+        # Over gloo, messages to a rank wait behind the rank's own messages in the same process group.
         several = range(2 if group.over_cpu else 1)
         self._process_groups: Final = [group.new_process_group(backend=group.backend) for _ in several]
 
@@ -81,7 +81,7 @@ class BroadcastFromOwner(OwnerBroadcast):
                 self._arrive(*last)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, since nothing is open."""
 
     def _arrive(self, owner: int, batch: list[torch.Tensor], views: list[torch.Tensor], work: dist.Work) -> None:
         work.wait()
@@ -90,7 +90,7 @@ class BroadcastFromOwner(OwnerBroadcast):
 
 
 class SharedMemoryOwnerBroadcast(OwnerBroadcast):
-    """Each rank copies its tensors into shared memory; when all have done so, it copies the others' out of it.
+    """Each rank copies its tensors into shared memory, and copies the others' out when all ranks have done so.
 
     The memory is as large as all tensors together, once for the machine.
     """
@@ -99,7 +99,7 @@ class SharedMemoryOwnerBroadcast(OwnerBroadcast):
         self._rank: Final = group.rank
         self._arena: Final = SharedMemoryArena(group, "the handing on of parameters")
         self._area: mmap.mmap | None = None
-        self._in_use = False  # some rank may still read what was copied in last
+        self._in_use = False  # some rank may still read the tensors copied in last
 
     def __call__(self, tensors: Sequence[torch.Tensor], owners: Sequence[int]) -> None:
         """Copy own tensors into the shared memory, and others' out of it. Collective."""
@@ -128,7 +128,7 @@ class SharedMemoryOwnerBroadcast(OwnerBroadcast):
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where in a block of bytes each of some tensors lies."""
+    """The places of tensors in a block of bytes."""
 
     offsets: tuple[int, ...]  #: in bytes
     size: int  #: of the block, in bytes

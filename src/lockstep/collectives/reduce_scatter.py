@@ -1,11 +1,11 @@
-"""The tree's sum over all ranks, of which each rank receives its own part; and the groups of ranks for it.
+"""Reduce-scatter along the tree: the sum over all ranks, of which each rank receives its part; and its groups.
 
     two nodes of two ranks; the sum is divided within a node: ranks 0 and 2 keep its first half, 1 and 3 the second
 
     rank 0     rank 1     rank 2     rank 3         each with the sums of its nodes of the tree
      a  a'      b  b'      c  c'      d  d'
-     a+b        a'+b'      c+d        c'+d'         neighbours exchange halves, and fold them as far as they go
-     a+b+c+d    a'+b'+...  a+b+c+d    a'+b'+...     then those that keep the same half
+     a+b        a'+b'      c+d        c'+d'         neighbours exchange halves, and add siblings of the tree
+     a+b+c+d    a'+b'+...  a+b+c+d    a'+b'+...     then ranks that keep the same half
 
 Without the second round it is a reduce-scatter whose additions are edges of one fixed tree.
 """
@@ -34,19 +34,19 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class ShardGroups:
-    """Groups of neighbouring ranks, each of which holds one copy of a model in parts. Collective to make.
+    """Groups of neighbouring ranks, each of which holds one copy of a model in parts. The constructor is collective.
 
     Args:
         group: all ranks.
-        ranks: how many hold a copy; a divisor of the number of all ranks.
+        ranks: number of ranks that hold a copy; a divisor of the number of all ranks.
     """
 
     def __init__(self, group: Group, ranks: int) -> None:
         self.copies: Final = group.size // ranks
-        self.copy: Final = group.rank // ranks  #: the number of the one that this rank has a part of
-        self.first: Final = self.copy * ranks  #: the first rank that has a part of it
+        self.copy: Final = group.rank // ranks  #: the number of the copy of which this rank has a part
+        self.first: Final = self.copy * ranks  #: the first rank with a part of this copy
         self.within: Final = group if self.copies == 1 else group.subgroup(range(self.first, self.first + ranks))
-        self.across: Final = group.subgroup(range(group.rank % ranks, group.size, ranks))  #: those with the same part
+        self.across: Final = group.subgroup(range(group.rank % ranks, group.size, ranks))  #: ranks with the same part
         #: whether each copy is on the CPUs of one machine, on several ranks
         self.shares_memory: Final = (
             sys.platform == "linux"
@@ -58,13 +58,13 @@ class ShardGroups:
         self._opened = False
 
     def new_process_group(self) -> dist.ProcessGroup:
-        """A new process group of torch for the ranks of a copy, also for a single one; all of them must call it."""
+        """A new process group of torch for the ranks of a copy, also for a single rank; all must call the method."""
         if self._group.size > 1:
             return self._group.new_process_group(range(self.first, self.first + self.within.size))
         on_gpu = self._group.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
         self._opened = True
-        whole: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # None only before it is made
+        whole: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]  # None only before it is initialised
         return whole
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ class ShardGroups:
         return whole
 
     def close(self) -> None:
-        """Nothing more is asked; the whole world's lines are closed with its group."""
+        """Close the process group of a single rank; those of the whole world are closed with its group."""
         if self._opened:
             destroy_process_groups()
 
@@ -86,7 +86,7 @@ class ScatteredSum(Protocol):
     """The sum of one flat tensor over the micro-batches of a step, of which each rank keeps a part."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory on the device for the next value of `add`, which then need not be copied."""
+        """Memory on the device for the next value of `add`, which avoids a copy."""
         ...
 
     def add(self, value: torch.Tensor, index: int | None) -> None:
@@ -99,7 +99,7 @@ class ScatteredSum(Protocol):
         ...
 
     def finish(self, out: torch.Tensor) -> None:
-        """After the last value: write this rank's part of the sum into ``out``. Collective."""
+        """Write this rank's part of the sum into ``out``, after the last value. Collective."""
         ...
 
 
@@ -107,18 +107,18 @@ class ReduceScatter(Protocol):
     """Sums flat tensors over all ranks, for each to keep a part; called in the same order on every rank."""
 
     def begin(self, micro_batches: int) -> ScatteredSum:
-        """Begin a sum over the micro-batches of a step; on a GPU, all is done in the current stream."""
+        """Begin a sum over the micro-batches of a step; on a GPU, all work is in the current stream."""
         ...
 
     def close(self) -> None:
-        """End threads and connections; no sum is asked for afterwards."""
+        """End threads and connections; no sum may follow."""
         ...
 
 
 def open_reduce_scatter(shard_groups: ShardGroups, runs: Runs, *, exact: bool) -> ReduceScatter:
-    """The reduce-scatter that suits the groups: along the tree, or, where bits are not promised, torch's. Collective.
+    """The reduce-scatter for the groups: along the tree, or torch's own if not ``exact``. Collective.
 
-    On the CPUs of one machine the tree costs nothing, and is taken in any case.
+    On the CPUs of one machine the tree costs nothing, and is used in any case.
     """
     if exact or shard_groups.shares_memory:
         return TreeReduceScatter(shard_groups, runs)
@@ -126,7 +126,7 @@ def open_reduce_scatter(shard_groups: ShardGroups, runs: Runs, *, exact: bool) -
 
 
 def open_gather(shard_groups: ShardGroups) -> SharedMemoryGather | None:
-    """What gathers parts within a copy in place of torch's own; None where torch's suits. Collective."""
+    """The gather of parts within a copy, in place of torch's own; None where torch's is used. Collective."""
     return SharedMemoryGather(shard_groups.within) if shard_groups.shares_memory else None
 
 
@@ -134,7 +134,7 @@ class PartExchange(Protocol):
     """Gives each rank of a copy its part of the other ranks' values."""
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a value, if it is the only one that this rank brings to the next exchange."""
+        """Memory for the only value that this rank brings to the next exchange."""
         ...
 
     def __call__(
@@ -144,11 +144,11 @@ class PartExchange(Protocol):
 
         Args:
             values: of this rank, each of one dimension and with the parts of all ranks, end to end.
-            counts: how many values each rank brings.
+            counts: number of values of each rank.
             like: any tensor of the shape and type of a value.
 
         Returns:
-            Memory of this rank until the next exchange.
+            The parts, in memory that is valid until the next exchange.
         """
         ...
 
@@ -158,7 +158,7 @@ class PartExchange(Protocol):
 
 
 class LinkExchange(PartExchange):
-    """Over a link: a rank sends and receives the bytes of a ring's reduce-scatter, times its values."""
+    """The exchange over a link: a rank sends and receives the bytes of a ring's reduce-scatter for each value."""
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
@@ -170,7 +170,7 @@ class LinkExchange(PartExchange):
     def __call__(
         self, values: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
     ) -> Sequence[torch.Tensor]:
-        """All to all."""
+        """Exchange parts by an all-to-all."""
         size = self._group.size
         if size == 1:
             return values
@@ -190,10 +190,10 @@ class LinkExchange(PartExchange):
 
 
 class TreeReduceScatter(ReduceScatter):
-    """Sums along the tree: the same bits for any number of ranks.
+    """The reduce-scatter along the tree, with equal bits for any number of ranks.
 
-    Where ranks take micro-batches in turn, each turn is exchanged at once, and a rank holds its part of about
-    log2(M) + 1 sums between turns. Else it holds as many sums of whole values, and exchanges them in the last turn.
+    If ranks take micro-batches in turn, each turn is exchanged at once, and a rank holds its part of about log2(M) + 1
+    sums between turns. Else a rank holds as many sums of whole values, and exchanges them in the last turn.
     """
 
     def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
@@ -212,7 +212,7 @@ class TreeReduceScatter(ReduceScatter):
         )
 
     def begin(self, micro_batches: int) -> ScatteredSum:
-        """Begin a sum along the tree of so many."""
+        """Begin a sum along the tree over ``micro_batches``."""
         if micro_batches not in self._turns:
             passes = max(len(self._runs(rank, micro_batches)) for rank in self._world)
             runs = [self._runs(rank, micro_batches) for rank in self._here]
@@ -226,7 +226,7 @@ class TreeReduceScatter(ReduceScatter):
 
 
 class _TreeSum(ScatteredSum):
-    """One sum of `TreeReduceScatter`."""
+    """A sum of `TreeReduceScatter`."""
 
     def __init__(
         self,
@@ -239,16 +239,16 @@ class _TreeSum(ScatteredSum):
         self._micro_batches, self._turns, self._turn = micro_batches, turns, 0
         self._exchange, self._across, self._device = exchange, across, device
         self._whole = self._tree()  # of values that are not exchanged yet
-        self._parts = self._tree()  # of what was received
+        self._parts = self._tree()  # of received parts
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Where the exchange wants it, if it is exchanged as it is."""
+        """Memory of the exchange, if the value is exchanged without an addition before; else new memory."""
         if max(map(len, self._turns[self._turn])) == 1 and not self._whole.nodes:
             return self._exchange.allocate(numel, dtype, self._device)
         return torch.empty(numel, dtype=dtype, device=self._device)
 
     def add(self, value: torch.Tensor, index: int | None) -> None:
-        """Fold it in, and exchange what this turn exchanges. Collective."""
+        """Add ``value`` along the tree, and exchange the nodes of this turn. Collective."""
         if index is not None:
             self._whole.push((index, index + 1), value)
         nodes = self._turns[self._turn]
@@ -262,7 +262,7 @@ class _TreeSum(ScatteredSum):
         for node, piece in brought:  # rank after rank is from left to right
             self._parts.push(node, piece)
         if self._turn < len(self._turns):
-            # What is kept gets memory of its own: the rest of what was received is given back.
+            # Kept parts get memory of their own, so that the received memory can be freed.
             self._parts.sums = [held if id(held) in before else held.clone() for held in self._parts.sums]
 
     def finish(self, out: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ class _TreeSum(ScatteredSum):
 
 
 class NativeReduceScatter(ReduceScatter):
-    """Torch's own reduce-scatter after each micro-batch: no promise of bits."""
+    """Torch's own reduce-scatter after each micro-batch, without a promise of bits."""
 
     def __init__(self, shard_groups: ShardGroups) -> None:
         self._shard_groups: Final = shard_groups
@@ -289,7 +289,7 @@ class NativeReduceScatter(ReduceScatter):
 
 
 class _NativeSum(ScatteredSum):
-    """One sum of `NativeReduceScatter`."""
+    """A sum of `NativeReduceScatter`."""
 
     def __init__(self, shard_groups: ShardGroups) -> None:
         self._within, self._across = shard_groups.within, shard_groups.across
@@ -318,13 +318,13 @@ class _NativeSum(ScatteredSum):
 
 
 def _block_of(runs: Runs, ranks: Iterable[int], micro_batches: int) -> range:
-    """What the ranks of a copy compute together: neighbouring micro-batches, however they divide them."""
+    """The neighbouring micro-batches that the ranks of a copy compute together, in whatever division."""
     own = [run for run in (runs(rank, micro_batches) for rank in ranks) if run]
     return range(min(run[0] for run in own), max(run[-1] for run in own) + 1) if own else range(0)
 
 
 def broadcast_from_rank0(group: Group, tensors: Iterable[torch.Tensor]) -> None:
-    """Copy rank 0's ``tensors``, of the same shapes and types on every rank, to all others. Collective."""
+    """Copy rank 0's ``tensors``, of equal shapes and types on every rank, to all other ranks. Collective."""
     if group.size == 1:
         return
     with translating_peer_errors("the hand-over of what rank 0 begins with"), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Who adds what in a step of so many micro-batches; nothing of it depends on the tensors' contents."""
+"""Plans of the additions by each rank in a step, which do not depend on the tensors' contents."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from lockstep.collectives.reduction_tree import Node, nodes_of, parent_of
 T = TypeVar("T")
 
 Runs = Callable[[int, int], range]
-"""``runs(rank, micro_batches)``: the micro-batches that a rank computes in a step of so many, see `BatchPlan.run`."""
+"""``runs(rank, micro_batches)``: the micro-batches of ``rank`` in a step of ``micro_batches``, see `BatchPlan.run`."""
 
 #: Chunks begin on multiples of this many elements, so that no two ranks' chunks share a cache line.
 _ALIGN = 16
 
 
 class ReductionPlan:
-    """A plan of one rank: the nodes that each rank brings, and the chunk of the sum that each rank adds up.
+    """The plan of a rank: the nodes that each rank brings, and the chunk of the sum that each rank adds up.
 
     Args:
-        rank: whose plan it is.
-        nodes_by_rank: what each rank brings, from left to right; all of them together may be a part of the tree only.
+        rank: the rank of the plan.
+        nodes_by_rank: the nodes of each rank, from left to right; all together may be only a part of the tree.
         micro_batches: of the step.
     """
 
@@ -32,47 +32,47 @@ class ReductionPlan:
         #: from left to right
         self.all_nodes: Final[list[Node]] = sorted(node for nodes in nodes_by_rank for node in nodes)
         places = {node: place for place, node in enumerate(self.all_nodes)}
-        #: where each rank's nodes stand among all
+        #: the places of each rank's nodes in `all_nodes`
         self.places: Final = [[places[node] for node in nodes] for nodes in nodes_by_rank]
-        #: where each of `all_nodes` stands in what is received, rank after rank
+        #: the place of each of `all_nodes` in the received chunks, rank after rank
         self.received_places: Final = self.from_left_to_right(range(len(self.all_nodes)))
         folded = dict(zip(self.all_nodes, self.received_places, strict=True))
-        #: level after level, what is added to what of it: the places of all left ones, and those of their right ones
+        #: the additions, level after level: the places of all left operands, and of their right operands
         self.additions: Final = _fold_levels(micro_batches, folded)
-        #: by node, from left to right, where the sums are that are left then: the root alone, if the tree is whole
+        #: the places of the remaining sums by node, from left to right: only the root, if the tree is whole
         self.folded: Final = dict(sorted(folded.items()))
         # Two ranks with one node each are the two children of the root: addition commutes, so any all-reduce is exact.
         self.all_reduces: Final = len(nodes_by_rank) == 2 and all(len(nodes) == 1 for nodes in nodes_by_rank)
 
     def chunk(self, length: int) -> int:
-        """Elements of a chunk of a tensor of ``length``; the last one has those, too, that are left over."""
+        """The elements of a chunk of a tensor of ``length``; the last chunk also has the remaining elements."""
         return length // (len(self.nodes_by_rank) * _ALIGN) * _ALIGN
 
     def cuts(self, length: int) -> list[tuple[int, int]]:
-        """Where each rank's chunk begins and ends."""
+        """The beginning and end of each rank's chunk."""
         c, size = self.chunk(length), len(self.nodes_by_rank)
         return [(r * c, (r + 1) * c if r < size - 1 else length) for r in range(size)]
 
     def from_left_to_right(self, values: Iterable[T]) -> list[T]:
-        """The values of `all_nodes`, from one for each node of each rank, rank after rank."""
+        """The values in the order of `all_nodes`, from ``values`` for each node of each rank, rank after rank."""
         known = dict(zip((place for of_rank in self.places for place in of_rank), values, strict=True))
         return [known[place] for place in range(len(known))]
 
 
 def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list[list[Node]]]:
-    """Which nodes ranks exchange in each of the ``turns`` in which they compute the micro-batches of a step.
+    """The nodes that ranks exchange in each of the ``turns`` in which they compute the micro-batches of a step.
 
-    Ranks that take micro-batches in turn exchange each at once: those of a turn are neighbours, and what turn after
-    turn gives is folded as far as it goes. Ranks with runs of neighbours fold these first, and exchange their nodes in
-    the last turn.
+    Ranks that take micro-batches in turn exchange each micro-batch at once: the micro-batches of a turn are neighbours,
+    and results of successive turns are added where they are siblings. Ranks with runs of neighbouring micro-batches add
+    these first, and exchange their nodes in the last turn.
 
     Args:
         micro_batches: of the step.
-        runs: of the ranks that exchange, of which none is longer than ``turns``; shorter ones begin later.
+        runs: of the exchanging ranks, each at most ``turns`` long; shorter runs begin later.
         turns: passes that each rank makes, with its padding.
 
     Returns:
-        For each turn and each rank its nodes, from left to right; empty where it has none to give then.
+        For each turn and each rank its nodes, from left to right; empty if the rank exchanges none in this turn.
     """
     if all(run.step == 1 for run in runs):
         nothing: list[list[Node]] = [[] for _ in runs]
@@ -85,9 +85,9 @@ def turns_of(micro_batches: int, runs: Sequence[range], turns: int) -> list[list
 
 
 def _fold_levels(micro_batches: int, places: dict[Node, int]) -> list[tuple[list[int], list[int]]]:
-    """Which of the sums at ``places`` are added at once, level after level, until no two are siblings.
+    """The additions of sums at ``places``, level after level, until no two sums are siblings.
 
-    A sum is then at the place of its leftmost part: ``places`` says so afterwards.
+    A sum replaces its leftmost part: ``places`` has the remaining sums afterwards.
     """
     levels: list[tuple[list[int], list[int]]] = []
     while True:
@@ -125,35 +125,35 @@ class ReductionPlans:
 
 
 class HostDivision:
-    """Which ranks are on one host, and which of several hosts exchange what each host has folded.
+    """The division of ranks by hosts: ranks of one host add first, then ranks of the same place on each host.
 
         host 0     host 1
-        0  1  2    3  4  5       ranks that fold first, among them
+        0  1  2    3  4  5       ranks of a host add first
         |  |  |    |  |  |
-        0--+--+----3  |  |       and ranks of the same place, one on each host
+        0--+--+----3  |  |       then ranks of the same place, one on each host
            1--+-------4  |
               2----------5
 
     Args:
-        rank: whose division it is.
+        rank: the rank of the division.
         hosts: the host of each rank.
     """
 
     def __init__(self, rank: int, hosts: Sequence[int]) -> None:
         on_host = {host: [each for each, at in enumerate(hosts) if at == host] for host in hosts}
-        #: the ranks of this one's host
+        #: the ranks on this rank's host
         self.within: Final = on_host[hosts[rank]]
         place = self.within.index(rank)
-        #: the ranks of its place, one on each host that has as many ranks
+        #: the ranks of this rank's place, one on each host with as many ranks
         self.across: Final = sorted(each[place] for each in on_host.values() if len(each) == len(self.within))
-        #: whether hosts are alike and several, and so are the ranks of each
+        #: whether there are several hosts, each with the same number of several ranks
         self.is_possible: Final = len(self.within) > 1 and len(self.across) == len(on_host) > 1
         self._rank: Final = rank
         self._neighbours: Final = [on_host[hosts[each]] for each in self.across]
         self._known: Final[dict[int, tuple[ReductionPlan, ReductionPlan]]] = {}
 
     def stages(self, whole: ReductionPlan) -> tuple[ReductionPlan, ReductionPlan]:
-        """The additions of the ``whole`` in two plans: those within this host, and then those between hosts."""
+        """The additions of the plan ``whole`` in two plans: within this host, and then between hosts."""
         stages = self._known.get(whole.micro_batches)
         if stages is None:
             of_hosts = [

@@ -1,4 +1,4 @@
-r"""The shape of every sum: one binary tree over the micro-batches of a step.
+r"""The reduction tree, the shape of every sum: a binary tree over the micro-batches of a step.
 
     micro-batch     0   1   2   3   4   5   6   7          M = 8
                      \ /     \ /     \ /     \ /
@@ -8,9 +8,9 @@ r"""The shape of every sum: one binary tree over the micro-batches of a step.
                              \         /
                                  0:8
 
-Floating-point addition commutes but does not associate: with the shape fixed, it does not matter who adds, when, or on
-which side an operand stands. A rank holds a run of neighbouring micro-batches; the largest subtrees within the run are
-its *nodes*, at most about 2 log2(M) of them. Where ranks take micro-batches in turn, each is a node by itself.
+Floating-point addition commutes but does not associate: with the shape fixed, it does not matter which rank adds, when,
+or on which side an operand stands. A rank holds a run of neighbouring micro-batches; the largest subtrees within the
+run are its *nodes*, at most about 2 log2(M) of them. If ranks take micro-batches in turn, each micro-batch is a node.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def parent_of(micro_batches: int, node: Node) -> Node | None:
 
 
 class TreeAccumulator(Generic[T]):
-    """Sums pushed from left to right, folded as soon as two siblings are there: at most about log2(M) + 1 are alive."""
+    """Sums pushed from left to right, where siblings are added at once: holds at most about log2(M) + 1 sums."""
 
     def __init__(self, micro_batches: int, add: Callable[[T, T], T]) -> None:
         self._micro_batches: Final = micro_batches
         self._add: Final = add
-        self.nodes: list[Node] = []  #: of what is held, from left to right
+        self.nodes: list[Node] = []  #: of the held sums, from left to right
         self.sums: list[T] = []  #: one for each node
 
     def push(self, node: Node, value: T) -> None:

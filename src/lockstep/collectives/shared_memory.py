@@ -1,4 +1,4 @@
-"""The tree's sum over ranks that share one machine's memory: no copy passes through a socket.
+"""All-reduce along the tree over ranks that share one machine's memory: no tensor passes through a socket.
 
     begin      each rank copies the sums of its nodes into the area   area  | node 0 | node 1 | node 2 | ... |
     ---------- all have copied them                                            ||       ||       ||
@@ -9,8 +9,8 @@
                each rank copies it out
     ---------- all have read: the area may be used again; this is only waited for when it is
 
-Each dashed line is a barrier. Each costs a rank that comes early a sleep, and where more processes want to run than
-there are cores, the time until it gets a core again: so a small sum is folded by all, which takes one barrier.
+Each dashed line is a barrier. A barrier costs an early rank a sleep and, with more busy processes than cores, the time
+until the rank gets a core again: so a small sum is folded by every rank, which takes only one barrier.
 
 A rank that dies closes its sockets, so the others know at once which one it is. The memory has no name in any file
 system and is gone with the last process.
@@ -52,8 +52,8 @@ from lockstep.errors import MismatchError, PeerLost
 _TOKEN = b"."
 _PAGE = mmap.PAGESIZE
 _ALIGN = 64  # bytes: sums begin on cache lines of their own
-#: Bytes of all nodes up to which each rank folds a sum itself: quicker than a barrier. Two nodes always are, for then
-#: that takes no more from memory than to fold a half and to copy the whole.
+#: Bytes of all nodes up to which each rank folds a sum itself, which is quicker than a barrier. A sum of two nodes
+#: always is, since that reads no more memory than folding a half and copying the whole.
 _FOLDED_BY_ALL = 1 << 20
 _WORDS: Final = 4  # that each rank says of a gather
 _WORD: Final = 8  # bytes
@@ -62,7 +62,7 @@ _MOST_REUSED: Final = 62  # areas whose end a word has a bit for; more are not w
 
 @dataclass(frozen=True, slots=True)
 class _BegunSum:
-    """A sum whose parts are in shared memory, or on their way there."""
+    """A begun sum, whose nodes are being copied into shared memory."""
 
     out: torch.Tensor
     plan: ReductionPlan
@@ -70,11 +70,11 @@ class _BegunSum:
 
     @property
     def is_folded_by_all(self) -> bool:
-        """Whether each rank folds the whole of it, and not only a chunk."""
+        """Whether each rank folds the whole sum, not only a chunk."""
         return len(self.area) <= 2 or self.area.numel() * self.area.element_size() <= _FOLDED_BY_ALL
 
     def fold(self) -> None:
-        """The sum is in ``out``; the shared memory stays as it is, for other ranks read it, too."""
+        """Fold the sum into ``out``; the shared memory does not change, since other ranks read it, too."""
         nodes = self.area.unbind()
         if len(nodes) == 2:
             torch.add(*nodes, out=self.out)
@@ -82,7 +82,7 @@ class _BegunSum:
             self.out.copy_(fold(self.plan.micro_batches, self.plan.all_nodes, nodes, torch.add))
 
     def fold_chunk(self) -> None:
-        """This rank's chunk of the sum is where that of the first node was."""
+        """Fold this rank's chunk of the sum, in place of the first node's chunk."""
         first, end = self.plan.cuts(self.out.numel())[self.plan.rank]
         if first < end:
             chunks = [node[first:end] for node in self.area.unbind()]
@@ -90,13 +90,13 @@ class _BegunSum:
 
 
 class SharedMemoryAllReduce:
-    """An `AllReduce` for the CPUs of one machine. All work is done in `finish`: there is no link to keep busy."""
+    """An `AllReduce` for the CPUs of one machine. All additions are in `finish`, since no link must be kept busy."""
 
     def __init__(self, group: Group, runs: Runs) -> None:
         self._rank: Final = group.rank
         self._plans: Final = ReductionPlans(group.rank, group.size, runs)
         self._arena: Final = SharedMemoryArena(group, "the reduction")
-        self._areas: list[mmap.mmap] = []  # filled one after the other by the sums of a step
+        self._areas: list[mmap.mmap] = []  # filled in turn by the sums of a step
         self._free = (0, 0)  # the first byte that this step has not used: number of the area, and offset in it
         self._begun: list[_BegunSum] = []
         self._area_is_free = True
@@ -113,7 +113,7 @@ class SharedMemoryAllReduce:
         self._begun.append(_BegunSum(out, plan, area))
 
     def finish(self) -> None:
-        """Wait until all ranks have copied their sums in, fold them, and copy the results out."""
+        """Wait until all ranks have copied their sums in, fold all sums, and copy the results out."""
         if not self._begun:
             return
         begun, self._begun, self._free = self._begun, [], (0, 0)
@@ -138,10 +138,10 @@ class SharedMemoryAllReduce:
         self._arena.close()
 
     def _area(self, nodes: int, out: torch.Tensor) -> torch.Tensor:
-        """Room for the step's next sum, of shape (nodes, elements); the same memory on all ranks.
+        """Room for the step's next sum, of shape (nodes, elements), in the same memory on all ranks.
 
-        The sums of a step share areas, however they are cut: DDP cuts its buckets again after the first step, and what
-        was one sum of all gradients is many from then on.
+        The sums of a step share areas, whatever their sizes: DDP cuts its buckets again after the first step, so that
+        one sum of all gradients becomes many.
         """
         size = nodes * out.numel() * out.element_size()
         number, offset = self._free
@@ -155,11 +155,11 @@ class SharedMemoryAllReduce:
 
 
 class SharedMemoryArena:
-    """Memory that the ranks of one machine share, and a barrier between them. Collective to make.
+    """Memory that the ranks of a machine share, and a barrier between these ranks. The constructor is collective.
 
     Args:
-        group: whose ranks are all on this machine.
-        what: the operation that it is for, as errors name it.
+        group: with all ranks on this machine.
+        what: name of the operation, for errors.
     """
 
     def __init__(self, group: Group, what: str) -> None:
@@ -195,10 +195,10 @@ class SharedMemoryArena:
         return area
 
     def arrive(self) -> None:
-        """Notify every other rank that this one has arrived; does not wait.
+        """Notify every other rank that this rank has arrived; does not wait.
 
-        A rank that is gone is noticed by the next `wait`, unless it had arrived there: then it has what it needed, and
-        so do the others.
+        A rank that is gone is noticed by the next `wait`, unless it had arrived before: then neither it nor the others
+        lack data.
         """
         for peer in self._peers.values():
             with contextlib.suppress(ConnectionError):
@@ -208,7 +208,7 @@ class SharedMemoryArena:
         """Block until all other ranks have arrived.
 
         Raises:
-            PeerLost: naming the rank that is gone or does not come.
+            PeerLost: naming the rank that is gone or does not arrive in time.
         """
         with wait_clock():
             for rank, peer in self._peers.items():

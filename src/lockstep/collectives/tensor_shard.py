@@ -31,16 +31,16 @@ ReadBox = Callable[[tuple[int, ...], tuple[int, ...]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorShard:
-    """This rank's box of a tensor; the boxes of all ranks cover each element once."""
+    """A rank's box of a tensor; the boxes of all ranks cover each element once."""
 
-    tensor: torch.Tensor | None  #: dense and on any device; None: this rank holds nothing of it
-    start: tuple[int, ...]  #: the box's first element in the whole
+    tensor: torch.Tensor | None  #: dense and on any device; None: this rank holds no element
+    start: tuple[int, ...]  #: the box's first element in the whole tensor
     shape: tuple[int, ...]  #: of the whole
     dtype: torch.dtype  #: of the whole
 
     @classmethod
     def absent(cls, shape: tuple[int, ...], dtype: torch.dtype) -> TensorShard:
-        """The shard of a tensor of which this rank holds nothing."""
+        """The shard of a tensor of which this rank holds no element."""
         return cls(None, (), shape, dtype)
 
     @classmethod
@@ -50,7 +50,7 @@ class TensorShard:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of ``tensor``, in the same memory: its part of a `DTensor`, and the whole of any other."""
+    """This rank's part of ``tensor``, in the same memory: the part of a `DTensor`, and the whole of any other."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -60,25 +60,26 @@ def as_owned_shards(value: object) -> Any:
 
 
 def as_absent_shards(value: object) -> Any:
-    """``value``, nested likewise, with each tensor or `TensorShard` as one of which this rank holds nothing."""
+    """``value``, nested as well, with each tensor or `TensorShard` as a shard of which this rank holds no element."""
     held = (torch.Tensor, TensorShard)
     return pytree.tree_map_only(held, lambda one: TensorShard.absent(tuple(one.shape), one.dtype), value)
 
 
 def gather_on_leader(group: Group, state: Mapping[str, object]) -> Iterator[tuple[str, Any]]:
-    """Each item of ``state`` with its name: on the leader, whole and on the CPU; on other ranks, nothing.
+    """Each item of ``state`` with its name: on the leader, whole and on the CPU; on other ranks, no items.
 
         rank 0   w[0:3] ──► w   ──► taken ──► forgotten     b ──► taken ...
         rank 1   w[3:5] ──┘                       b is here ──┘
 
-    So no rank but the leader ever holds a whole tensor, and the leader holds one at a time, if it takes them so.
+    So no rank but the leader ever holds a whole tensor, and the leader holds one at a time, if it drops each before the
+    next.
 
-    Collective: every rank must take all of them, with the same names in the same order.
+    Collective: every rank must take all items, with the same names in the same order.
 
     Args:
         group: all ranks.
-        state: a `TensorShard` for what ranks hold together; anything else is the same on all ranks, and the leader's
-            is taken. A tensor on the CPU that the leader holds whole is yielded itself, not a copy.
+        state: a `TensorShard` for each divided tensor; any other value is equal on all ranks, and the leader's is used.
+            A tensor on the CPU that the leader holds whole is yielded itself, not as a copy.
     """
     what = "the parts of a model"
     boxes = {name: _box(value) for name, value in state.items() if isinstance(value, TensorShard)}
@@ -113,7 +114,7 @@ def _assemble(group: Group, name: str, own: TensorShard, everywhere: list[dict[s
 
 
 def _box(shard: TensorShard) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where the elements lie that this rank holds; None without any."""
+    """The start and shape of this rank's box; None if it holds no element."""
     if shard.tensor is None or not shard.tensor.numel():
         return None
     return tuple(shard.start), tuple(shard.tensor.shape)

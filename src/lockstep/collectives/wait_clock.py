@@ -1,4 +1,4 @@
-"""How long the main thread of this rank has waited for other ranks, for code that measures the parts of a step."""
+"""The time in which this rank's main thread has waited for other ranks, for code that measures parts of a step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 
 class WaitClock:
-    """Counts the seconds in which the main thread waits for other ranks: those within ``with wait_clock():``.
+    """Counts the seconds in which the main thread waits for other ranks, within ``with wait_clock():``.
 
-    Each wait costs about a microsecond more by it. A wait within another counts once, one of another thread does not.
+    Counting takes about a microsecond per wait. A wait within another wait counts once; a wait of another thread does
+    not count.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class WaitClock:
                 self.seconds += time.perf_counter() - self._began
 
     def count_torchs_own(self) -> Callable[[], None]:
-        """Count, too, what torch's own code waits for, such as FSDP; the function that is returned ends that."""
+        """Also count the waits of torch's own code, such as FSDP; the returned function ends this."""
         torchs_wait = dist.Work.wait
 
         def wait(work: dist.Work, *arguments: Any, **options: Any) -> object:

@@ -1,10 +1,10 @@
-"""Small writes into a rank's memory, repeated in that of a rank on another node, in the order in which they were made.
+"""Repetition of small writes into a rank's memory, in order, in the memory of a rank on another node.
 
     rank 0, step 43     write, write ─► send()      backward pass, reduction       no thread, no answer
-    rank 2, step 43          its kernel holds the bytes ─► received()              when it comes by, or ends
+    rank 2, step 43          its kernel holds the bytes ─► received()              when it looks, or ends
 
-What is sent has left this host long before the sums of the same step do, and whoever reads the copy sees how far it
-goes. So nobody waits: a call takes some microseconds.
+Sent writes leave this host long before the sums of the same step, and a reader of the copy sees how far the copy goes.
+So no rank waits: a call takes some microseconds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 
 from lockstep.collectives.neighbour_link import Neighbours
 
-_HEAD: Final = struct.Struct("<qq")  # where, bytes that follow
+_HEAD: Final = struct.Struct("<qq")  # offset, bytes that follow
 _CHUNK_BYTES: Final = 1 << 16
-#: Nobody reads at the other end where so many bytes wait to be sent.
+#: Number of unsent bytes from which on the receiver is taken not to read any more.
 _MOST_UNSENT_BYTES: Final = 1 << 20
 
 
@@ -26,20 +26,20 @@ class Write(NamedTuple):
     """Bytes that a rank has written."""
 
     source: int  #: the rank
-    at: int  #: where its memory has them
+    at: int  #: the offset in the rank's memory
     content: bytes
 
 
 class WriteChannel:
-    """Sends to one rank and receives from others; for one thread. No call waits for another rank.
+    """Sends writes to one rank and receives from others; for one thread. No call waits for another rank.
 
     Args:
-        neighbours: the connections, of which one leads away from here; they are closed with this.
+        neighbours: the connections, with exactly one to another rank; closed with the channel.
     """
 
     def __init__(self, neighbours: Neighbours) -> None:
         (to,) = neighbours.to.values()
-        self._to: socket.socket | None = to  # None: it is gone, or reads nothing
+        self._to: socket.socket | None = to  # None: the rank is gone, or does not read
         self._sources: Final = dict(neighbours.sources)
         for connection in (to, *self._sources.values()):
             connection.setblocking(False)
@@ -47,15 +47,15 @@ class WriteChannel:
         self._unread: Final = {source: bytearray() for source in self._sources}
 
     def write(self, at: int, content: bytes) -> None:
-        """``content`` was written ``at`` this place: the next `send` sends it."""
+        """Add a write of ``content`` at the offset ``at``, for the next `send`."""
         if self._to is not None:
             self._unsent.extend(_HEAD.pack(at, len(content)))
             self._unsent.extend(content)
 
     def send(self) -> None:
-        """Send what was written, as far as it finds room on the way; the rest goes with the next call.
+        """Send added writes, as far as the connection has room; the rest is sent by the next call.
 
-        Where the other rank is gone, or has not read for long, nothing is sent any more.
+        If the other rank is gone, or has not read for long, no write is sent any more.
         """
         if self._to is None or not self._unsent:
             return
@@ -69,7 +69,7 @@ class WriteChannel:
             self._end_sending()
 
     def received(self) -> list[Write]:
-        """What others have written and sent since the last call, in the order of each of them."""
+        """The writes received from other ranks since the last call, in the order of each rank."""
         return [write for source in list(self._sources) for write in self._from(source)]
 
     def _from(self, source: int) -> list[Write]:
@@ -104,7 +104,7 @@ class WriteChannel:
         self._unsent.clear()
 
     def close(self) -> None:
-        """Close the connections. What was sent can be received all the same."""
+        """Close the connections. Sent writes can still be received."""
         self._end_sending()
         for connection in self._sources.values():
             with contextlib.suppress(OSError):

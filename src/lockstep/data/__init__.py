@@ -1,15 +1,15 @@
-"""Which samples each micro-batch holds, and how they get here.
+"""The samples of each micro-batch, and how a rank reads them.
 
-    loader               `open_micro_batch_loader` chooses how a data set is read: a `MicroBatchLoader`
+    loader               `open_micro_batch_loader` chooses the way to read a data set: a `MicroBatchLoader`
     indexed/             data sets with an index: orders, steps, micro-batches
     iterable/            streams, divided among ranks
     shards/              data sets in shards, each read from one end to the other
-    workers              loader processes that end with their rank, and not before it
-    shared_slots         how micro-batches come from there: through shared memory that is used again
+    workers              loader processes that end with their rank, not earlier
+    shared_slots         how micro-batches come from workers: through shared memory that is used again
     seen_samples         some samples of a data set, whether ranks hold the same
     dataset_marks        whether the script has changed a data set of which loader processes hold copies
 
-No rank number decides what a micro-batch holds: a rank only decides which of them to compute.
+The samples of a micro-batch depend on no rank number: a rank only decides which micro-batches to compute.
 """
 
 from lockstep.data.indexed.orders import Order, OrderFunction

@@ -1,4 +1,4 @@
-"""Whether the script has changed a data set between two passes, of which loader processes hold copies."""
+"""Marks of a data set, which show whether the script has changed the data set since loader processes copied it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from lockstep.data.indexed.sampling import UserDataset
 from lockstep.torch_private import version_of
 
 _DEEPEST: Final = 8  # such as a data set, its parts, one of them, its transforms, and those in a list among these
-_MOST: Final = 2000  # attributes and items that are looked at
+_MOST: Final = 2000  # attributes and items that are read
 _SHORT: Final = 32  # a list or dict of settings; longer ones hold samples
 _SMALL_BYTES: Final = 16 << 20  # of an array that is read as a whole
-_LOOKED_AT: Final = 1024  # elements of larger ones and of long lists, evenly spread
+_LOOKED_AT: Final = 1024  # elements read of larger arrays and of long lists, evenly spread
 _NUMBERS: Final = (bool, int, float, complex, type(None))
 _TEXTS: Final = (str, bytes)
 _OPAQUE: Final = (Tensor, ModuleType, BuiltinFunctionType)
-#: Packages whose functions and classes have nothing that a script changes, and lead to all of the process.
+#: Packages whose functions and classes hold no values that a script changes, and refer to the whole process.
 _FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "torch", "numpy"}
 
 
 class DatasetMarks:
-    """What can be seen of a data set in some microseconds, to be compared with what is seen later.
+    """Marks of a data set that can be taken in some microseconds, to be compared with later marks.
 
-    Seen are attributes, of the data set and of what it holds, and the items of short lists and dicts: another object,
-    number or text, another length, a tensor or an array that was written to. So are what their classes hold, and what
-    their methods and functions read from outside: global variables, and those of a function around them. Of large
-    arrays and of long lists some elements are looked at; not seen is what was changed in place between these, in a
-    file that is mapped, and in the variables of another module.
+    Marks cover attributes of the data set and of the objects that it holds, and the items of short lists and dicts:
+    they show another object, number or text, another length, and a tensor or array that was written to. They also cover
+    class attributes, and the variables that methods and functions read from outside: global variables, and those of an
+    enclosing function. Of large arrays and long lists some elements are read; changes in place between these elements,
+    in a mapped file, and in the variables of another module are not seen.
     """
 
     def __init__(self, dataset: UserDataset) -> None:
-        # Objects themselves are kept, as a number that stands for one may stand for a later one.
+        # The objects are kept, since the id of a deleted object may be given to a later one.
         self._found = list(_marks_of(dataset))
 
     def differ_from(self, earlier: DatasetMarks) -> bool:
-        """Whether anything was changed since ``earlier`` ones were taken."""
+        """Whether the data set was changed since the ``earlier`` marks were taken."""
         return len(self._found) != len(earlier._found) or any(
             now is not before or mark != mark_before
             for (now, mark), (before, mark_before) in zip(self._found, earlier._found, strict=True)
@@ -52,16 +52,16 @@ class DatasetMarks:
 def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(dataset, 0)]
-    for value, depth in waiting:  # which grows
+    for value, depth in waiting:  # the list grows in the loop
         kind = type(value)
         if kind in _NUMBERS:
-            yield None, (kind, repr(value))  # nan is itself
+            yield None, (kind, repr(value))  # nan is unequal to itself, its text is not
             continue
         if kind in _TEXTS:
             yield None, value
             continue
         yield value, _mark_of(value)
-        # Not `isinstance`, which asks the object itself: it may stand for another one, far away or gone.
+        # Not `isinstance`, which asks the object itself: a proxy would ask another object, far away or gone.
         if id(value) in seen or depth == _DEEPEST or issubclass(kind, _OPAQUE):
             continue
         seen.add(id(value))
@@ -71,7 +71,7 @@ def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
 
 def _mark_of(value: Any) -> object:
     if issubclass(type(value), Tensor):
-        # Those made in inference mode do not count what is written to them, and nested ones have no shape.
+        # Tensors made in inference mode have no version counter, and nested tensors have no shape.
         return None if value.is_inference() else version_of(value), value.numel()
     if type(value) is np.ndarray and not value.dtype.hasobject and not _is_mapped(value):
         flat = value.reshape(-1)
@@ -86,7 +86,7 @@ def _mark_of(value: Any) -> object:
 
 
 def _is_mapped(array: object) -> bool:
-    """Whether its elements lie in a file, from which they would have to be read."""
+    """Whether the elements of ``array`` lie in a file, from which they would have to be read."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap):
             return True
@@ -110,7 +110,7 @@ def _items_of(value: Any) -> list[object]:
 
 
 def _read_from_outside(value: Any) -> list[object]:
-    """What ``value`` has by its class, or as a function; the class or function itself has no copy, but these have."""
+    """The values that ``value`` reads by its class, or as a function, of which loader processes have copies."""
     kind = type(value)
     if issubclass(kind, FunctionType):
         return [] if _is_foreign(value) else [*_enclosed_in(value), *(value.__defaults__ or ()), *_globals_of(value)]
@@ -131,7 +131,7 @@ def _globals_of(function: FunctionType) -> list[object]:
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The global names that ``code`` and the functions within it may read, and those of attributes."""
+    """The global names that ``code`` and the functions within it may read, and the names of attributes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -139,12 +139,12 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _is_own(name: str, item: object) -> bool:
-    """Whether a class has ``item`` from the user, not from Python: its methods, and what is no text about it."""
+    """Whether the user, not Python, has given ``item`` to a class: methods, and attributes that are not special."""
     return not name.startswith("__") or issubclass(type(item), FunctionType)
 
 
 def _function_of(item: object) -> object:
-    """The function behind a method that is declared in another way."""
+    """The function behind a static method, class method or property; any other ``item`` itself."""
     if isinstance(item, staticmethod | classmethod):
         return item.__func__
     return item.fget if isinstance(item, property) else item

@@ -1,4 +1,4 @@
-"""`open_micro_batch_loader` chooses how a data set is read, and refuses other objects."""
+"""The choice of the way to read a data set; objects that are no data set are refused."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def open_order(
     batch_sampler: Iterable[object] | None = None,
     order: OrderFunction | None = None,
 ) -> Order | None:
-    """In which order ``dataset`` is visited; None for an iterable data set, which has its own order.
+    """The order in which samples of ``dataset`` are visited; None for an iterable data set, which has its own order.
 
     Args:
         dataset: see `open_micro_batch_loader`.
         seed: of the order.
         shuffle: a new order each epoch. None: yes, except for iterables, which come as they are.
-        collate_fn: as there; only whether there is one.
+        collate_fn: see `open_micro_batch_loader`; only whether one is given matters.
         sampler: gives the indices of an epoch.
-        batch_sampler: gives batches of them, each of which is one step.
-        order: gives them from the epoch and a generator.
+        batch_sampler: gives batches of indices, each of which is one step.
+        order: gives the indices from the epoch and a generator.
 
     Raises:
-        UsageError: for more than one of them; for a sampler that divides samples among ranks, or gives another order
-            when it is asked again.
-        DataError: for an object that is no data set, or an empty one; for indices outside of it; for any of the three
-            with an iterable data set.
+        UsageError: for more than one of ``sampler``, ``batch_sampler``, ``order`` and ``shuffle``; for a sampler that
+            divides samples among ranks, or gives another order when it is asked again.
+        DataError: for an object that is no data set, or an empty one; for indices outside of it; for a sampler, batch
+            sampler or order with an iterable data set.
     """
     _refuse_what_is_no_data_set(dataset)
     given = {"sampler": sampler, "batch_sampler": batch_sampler, "order": order, "shuffle": shuffle or None}
@@ -111,15 +111,15 @@ def open_micro_batch_loader(
     collate_fn: CollateFunction | None = None,
     pin_memory: bool = False,
 ) -> MicroBatchLoader:
-    """The loader of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or anything iterable.
+    """The loader of ``rank`` for ``dataset``: tensors in memory, a data set with an index, or any iterable.
 
     Args:
         dataset: samples by index (``__getitem__`` and ``__len__``), shards of samples (`ShardedDataset`), an iterable
-            of samples, or tensors with one row per sample: a `TensorDataset` or `Subset` of one, a tensor, a tuple or
-            dict of tensors.
+            of samples, or tensors with one row per sample: a `TensorDataset` or a `Subset` of a `TensorDataset`, a
+            tensor, a tuple or dict of tensors.
         plan: how a step is divided.
-        rank: whose micro-batches it gives.
-        order: what `open_order` gave for ``dataset``.
+        rank: whose micro-batches the loader gives.
+        order: result of `open_order` for ``dataset``.
         seed: of each sample's random augmentation.
         drop_last: leave out the short step at the end of an epoch.
         workers: loader processes. Data in memory takes none; shards, and an iterable with ``stride`` or with shards,
@@ -128,13 +128,13 @@ def open_micro_batch_loader(
         in_pass: whether the script is in a loop over `Run.train` or `Run.evaluate` now, see `ScriptSampler`.
         agree: gathers the numbers of all ranks; collective, and used only for iterables, once for many steps.
         shuffle: of an iterable. False: its samples come in its own order, also where it has shards that ranks could
-            divide; True: its shards come in another order each epoch, as they do with None where there are enough.
+            divide; True: its shards come in another order each epoch, as they do with None where shards are enough.
         collate_fn: makes a batch of a list of samples, as for `torch.utils.data.DataLoader`.
         pin_memory: hand out tensors in page-locked memory, for asynchronous copies to a GPU.
 
     Raises:
         DataError: for tensors that cannot be divided into samples; for an iterable if ``micro_batch`` does not divide
-            ``global_batch``, or if it is to be shuffled and has too few shards.
+            ``global_batch``, or if ``shuffle`` is true and shards are too few.
     """
     if order is None:
         refuse_unequal(plan)
@@ -170,12 +170,15 @@ def is_in_memory(dataset: UserDataset) -> bool:
         return columns_of(dataset) is not None
     except (
         DataError
-    ):  # tensors all the same; `open_micro_batch_loader` knows whether they can be used, and says why not
+    ):  # unusable tensors, which `open_micro_batch_loader` refuses with the reason
         return True
 
 
 def _even_part(micro_batches: int, workers: int) -> int:
-    """As many loader processes as divide the micro-batches of a step, so that each is always read by the same one."""
+    """The largest number of loader processes, up to ``workers``, that divides the ``micro_batches`` of a step.
+
+    So each micro-batch of a step is always read by the same process.
+    """
     return max((count for count in range(1, workers + 1) if micro_batches % count == 0), default=0)
 
 
@@ -188,8 +191,8 @@ def _is_stream(dataset: UserDataset) -> bool:
 
 
 def _length_of(dataset: UserDataset, *, may_be_columns: bool) -> int:
-    """How many samples it holds; of columns, such as a dict of them, those of each."""
-    # A Subset knows it itself, and its columns are not found in no time.
+    """The number of samples of ``dataset``; of columns, such as a dict of tensors, the length of each column."""
+    # A Subset knows its length, and finding its columns would take time.
     columns = columns_of(dataset) if may_be_columns and not isinstance(dataset, Subset) else None
     try:
         length = len(dataset if columns is None else columns)

@@ -1,7 +1,7 @@
-"""Checksums of a few samples: do all ranks hold the same data, and a resumed run the data that it had before?
+"""Checksums of a few samples, to compare the data of all ranks, and the data of a resumed run with that of before.
 
-A script makes its data set on each rank by itself. One that is drawn at random without a seed, such as a split into
-training and test, has the same length on every rank and other samples.
+A script makes its data set on each rank separately. A data set that is drawn at random without a seed, such as a split
+into training and test, has equal length on every rank but different samples.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 from lockstep.data.indexed.sampling import Sample
 
-_LOOKED_AT: Final = 1024  # elements of an array, a text or a list that count for its checksum, evenly spread
+_LOOKED_AT: Final = 1024  # elements of an array, text or list that its checksum covers, evenly spread
 
 
 class SeenSamples(NamedTuple):
-    """Some samples of a data set at one time."""
+    """The indices and a checksum of some samples of a data set at one time."""
 
     indices: list[int]
     checksum: int  #: of their contents
@@ -31,9 +31,9 @@ class SeenBatch(list[int]):
 
 
 def checksum(sample: Sample) -> int:
-    """Equal for equal samples in every process, and hardly ever for others; some microseconds, whatever their size.
+    """A number, equal for equal samples in every process and hardly ever for others; takes some microseconds.
 
-    What counts are numbers, text, dense arrays, and lists, tuples and mappings of these; and of an absolute path, only
+    The checksum covers numbers, text, dense arrays, and lists, tuples and mappings of these; of an absolute path, only
     the name of the file.
     """
     return _checksum(sample, 1)

@@ -1,13 +1,14 @@
-"""How micro-batches come from a loader process to its rank: through shared memory that is used again and again.
+"""Transport of micro-batches from a loader process to its rank, through shared memory that is used repeatedly.
 
-    loader process   | batch 0 | batch 1 | batch 2 |         into a free slot, and a note of what lies where
+    loader process   | batch 0 | batch 1 | batch 2 |         into a free slot, and a note of each tensor's place
     slots            |    0    |    1    |    0    |
-    rank                       | batch 0 | batch 1 |         tensors over the slot; free when the last of them is gone
+    rank                       | batch 0 | batch 1 |         tensors over the slot; free when the last is deleted
 
-Torch's own way takes new memory for each tensor, which the kernel has to clear page by page, and hands over a file
-descriptor, of which a process may have 1024: 60 us of CPU for an image of 64 x 64, more than half of what decoding it
-takes (`benchmarks/data.py`). It remains for tensors that are not plain, and where shared memory is scarce. A batch that
-finds no free slot, as the script keeps many, gets memory of its own: one descriptor for all its tensors.
+Torch's own transport takes new memory for each tensor, which the kernel has to clear page by page, and hands over a
+file descriptor, of which a process may have 1024: 60 us of CPU for an image of 64 x 64, more than half of the time of
+decoding it (`benchmarks/data.py`). Torch's transport remains in use for tensors that are not plain, and where shared
+memory is scarce. A batch that finds no free slot, as where the script keeps many batches, gets memory of its own: one
+descriptor for all its tensors.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from lockstep.data.indexed.sampling import Data, Sample
 from lockstep.data.seen_samples import SeenBatch
 from lockstep.torch_private import shared_storage, without_worker_info
 
-_ALIGNED: Final = 64  # as an allocator would: some kernels round differently on memory that is not
-_SPARE: Final = 2  # slots beside those of batches that wait: one that is computed with, and one on its way to a GPU
+_ALIGNED: Final = 64  # bytes, as in an allocator: some kernels round differently on unaligned memory
+_SPARE: Final = 2  # slots in addition to those of waiting batches: one for the batch in use, one for a copy to a GPU
 _PAGE: Final = 4096
 _SHARED_MEMORY: Final = "/dev/shm"
 
@@ -37,16 +38,16 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class _Placed(NamedTuple):
-    """Where a tensor lies in its slot."""
+    """The place of a tensor in its slot."""
 
     offset: int
     dtype: torch.dtype
     shape: torch.Size
-    stride: tuple[int, ...]  # row-major; it still says the memory format where a dimension is 1
+    stride: tuple[int, ...]  # row-major; still tells the memory format where a dimension is 1
 
 
 class _Region:
-    """The slots of one loader process, all of one size, after a byte for each that says whether it is in use."""
+    """The slots of a loader process, all of one size, after one byte per slot that says whether the slot is in use."""
 
     def __init__(self, memory: Tensor, slots: int) -> None:
         self.memory = memory
@@ -57,15 +58,16 @@ class _Region:
 
     @classmethod
     def of(cls, slot_bytes: int, slots: int, *, room_for: int = 1) -> _Region:
-        """A new one.
+        """A new region.
 
         Args:
             slot_bytes: that a batch takes.
-            slots: how many.
-            room_for: so many of its size must fit into shared memory, which other processes need as well.
+            slots: number of slots.
+            room_for: number of regions of this size that must fit into shared memory, which other processes need as
+                well.
 
         Raises:
-            RuntimeError: if there is no room for it in shared memory.
+            RuntimeError: if shared memory has no room for these.
         """
         size = -(-slots // _PAGE) * _PAGE + slots * (-(-slot_bytes // _PAGE) * _PAGE)
         if room_for * size > (free := _free_bytes()):
@@ -76,7 +78,7 @@ class _Region:
         return cls(memory, slots)
 
     def take(self) -> int | None:
-        """A slot that was free; None if there is none."""
+        """Take a free slot, and return its number; None if no slot is free."""
         (free,) = np.nonzero(self._bytes[: self.slots] == 0)
         if not len(free):
             return None
@@ -89,7 +91,7 @@ class _Region:
         return self._bytes[start : start + self.slot_bytes]
 
     def give_back(self, number: int) -> None:
-        """The slot is free."""
+        """Mark the slot as free."""
         self._bytes[number] = 0
 
 
@@ -100,16 +102,16 @@ class SlotCollate:
         self.collate = collate
         self._slots = ready + _SPARE
         self._region: _Region | None = None
-        self._is_told = False  # whether the rank has the region
+        self._is_told = False  # whether the rank was told of the region
         self._has_room = True
 
     def __call__(self, samples: list[Sample]) -> Data:
-        """The batch, which is packed where that can be done."""
+        """The batch of ``samples``, packed into a slot if possible."""
         if isinstance(samples, SeenBatch):
             return samples
         if self.collate is not default_collate:
             return self._packed(self.collate(samples))
-        # In a loader process it takes new shared memory for each tensor, and tells one by this.
+        # `default_collate` takes new shared memory for each tensor if worker info says that this is a loader process.
         with without_worker_info():
             data = self.collate(samples)
         return self._packed(data)
@@ -152,7 +154,7 @@ class SlotCollate:
 
 
 class _Packed:
-    """A batch whose tensors lie in a slot; on the other side of a queue it is the batch."""
+    """A batch whose tensors lie in a slot; unpickling in the rank gives the batch itself."""
 
     def __init__(self, process: int | None, memory: Tensor | None, slots: int, number: int, data: Data) -> None:
         self._parts = process, memory, slots, number, data
@@ -161,19 +163,19 @@ class _Packed:
         return _unpacked, self._parts
 
 
-#: In a rank: the slots of each of its loader processes, by process id; those that it was told of last.
+#: In a rank: the newest slots of each of its loader processes, by process id.
 _regions: dict[int, _Region] = {}
 
 
 class _Copies:
-    """How many copies of this process were made by a fork: each may look at the batches of then while it lives."""
+    """The number of forks of this process: each forked process may read the batches of that time while it lives."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.are_workers = False  # such do not
+        self.are_workers = False  # whether forks make loader processes, which read no batches
 
     def note(self) -> None:
-        """One is being made."""
+        """Count a fork, unless it makes a loader process."""
         self.count += not self.are_workers
 
 
@@ -187,24 +189,24 @@ def _unpacked(process: int | None, memory: Tensor | None, slots: int, number: in
         region = _regions[process]
     else:
         region = _Region(memory, slots)
-        if process is not None:  # else it is the memory of this batch alone
+        if process is not None:  # else the memory is of this batch alone
             _regions[process] = region
-    # A view that all tensors of the batch hold, and nothing else: it ends with the last of them.
+    # A view that only the tensors of the batch refer to, so it is deleted with the last tensor.
     slot = region.slot(number)
     weakref.finalize(slot, _give_back, region, number, os.getpid(), _copies.count).atexit = False
     return _restored(data, slot)
 
 
 def _give_back(region: _Region, number: int, rank: int, copies: int) -> None:
-    # A process that the rank has forked drops copies of its batches, which are in use all the same. And it may keep
-    # what the rank drops, such as to draw or to save it: then the slot is not used again.
+    # A process that the rank has forked drops copies of batches that the rank still uses, and may keep batches that the
+    # rank drops, such as to draw or save them. In both cases the slot is not used again.
     if os.getpid() == rank and copies == _copies.count:
         region.give_back(number)
 
 
 @contextmanager
 def beginning_workers() -> Iterator[None]:
-    """Within, this process forks loader processes only, which do not look at its batches."""
+    """A context in which this process forks only loader processes, which do not read its batches."""
     before, _copies.are_workers = _copies.are_workers, True
     try:
         yield
@@ -213,18 +215,18 @@ def beginning_workers() -> Iterator[None]:
 
 
 def forget(process: int | None) -> None:
-    """The loader ``process`` has ended: its memory is free as soon as no batch lies there."""
+    """Forget the slots of the ended loader ``process``, freed as soon as no batch lies in them."""
     if process is not None:
         _regions.pop(process, None)
 
 
 def forget_all() -> None:
-    """In a loader process: those of other ones, of which it was born with a copy."""
+    """Forget all slots, in a loader process, which was forked with a copy of those of other loader processes."""
     _regions.clear()
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its bytes are all there is to know, and row-major; another memory format would be lost."""
+    """Whether ``tensor`` is given by its bytes, row-major, its type and shape; other properties would be lost."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
@@ -240,7 +242,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _collect(data: Data, found: dict[int, Tensor]) -> None:
-    """The tensors in ``data`` that can lie in a slot, by their identity."""
+    """Add the tensors in ``data`` that can lie in a slot to ``found``, by their ids."""
     if isinstance(data, Tensor):
         if _is_plain(data):
             found[id(data)] = data
@@ -253,12 +255,12 @@ def _collect(data: Data, found: dict[int, Tensor]) -> None:
 
 
 def _exchanged(data: Data, places: dict[int, _Placed]) -> Data:
-    """``data`` with these in place of its tensors."""
+    """``data`` with ``places`` in place of its tensors."""
     return places[id(data)] if id(data) in places else _rebuilt(data, lambda part: _exchanged(part, places))
 
 
 def _restored(data: Data, slot: Bytes) -> Data:
-    """``data`` with its tensors, over ``slot``."""
+    """``data`` with tensors over ``slot`` in place of their places."""
     if type(data) is _Placed:
         flat = torch.frombuffer(slot, dtype=data.dtype, count=data.shape.numel(), offset=data.offset)
         return flat.as_strided(data.shape, data.stride)
@@ -276,18 +278,18 @@ def _rebuilt(data: Data, part_of: Callable[[Data], Data]) -> Data:
 
 def _is_row(data: Data) -> bool:
     if isinstance(data, tuple) and hasattr(data, "_make"):
-        return not getattr(data, "__dict__", None)  # attributes beside its fields would be lost
+        return not getattr(data, "__dict__", None)  # attributes other than fields would be lost
     return type(data) in (list, tuple)
 
 
 def _loader_processes() -> int:
-    """About how many there are on this machine, of all ranks alike."""
+    """The approximate number of loader processes of all ranks on this machine."""
     info = worker.get_worker_info()
     return (1 if info is None else info.num_workers) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _free_bytes() -> float:
-    """Of shared memory; without end where the system does not say."""
+    """The free bytes of shared memory; infinite if the system does not say."""
     try:
         found = os.statvfs(_SHARED_MEMORY)
     except OSError:

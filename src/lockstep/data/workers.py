@@ -1,10 +1,10 @@
-"""Loader processes: they end with their rank, and not before it.
+"""Loader processes, which end with their rank, not earlier.
 
     a scheduler's SIGTERM reaches all processes of a job   the rank finishes its step and saves: workers load on
     the rank closes its loaders, or ends normally          workers are asked to end, waited for, and killed if stuck
     the rank is killed                                     workers notice within a second, also in the user's code
 
-Otherwise a rank that is to stop cleanly would fail on its dead loader, and a killed one leave processes behind.
+Otherwise a rank that is to stop cleanly would fail on its dead loader, and a killed rank would leave processes behind.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from lockstep.torch_private import forget_iterator, shut_down
 _LOOK_EVERY_S = 1.0
 
 _passes: weakref.WeakKeyDictionary[TorchLoader, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
-_processes: set[Any] = set()  #: workers of all passes, also of those that are no more: a stuck one may still run
+_processes: set[Any] = set()  #: workers of all passes, also of ended ones: a stuck worker may still run
 
 
 CollateFunction = Callable[[list[Sample]], Data]
-"""Makes a batch of a list of samples."""
+"""A function that makes a batch of a list of samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +46,22 @@ class WorkerOptions:
     """The loader processes of a rank."""
 
     count: int
-    init_fn: Callable[[int], object] | None = None  #: called in each, with its number, before its first sample
-    prefetch_factor: int | None = None  #: micro-batches that each holds ready; None: chosen
-    timeout_s: float = 0.0  #: how long a micro-batch may take; 0: as long as it does
+    init_fn: Callable[[int], object] | None = None  #: called in each process, with its number, before its first sample
+    prefetch_factor: int | None = None  #: micro-batches that each process holds ready; None: chosen
+    timeout_s: float = 0.0  #: how long a micro-batch may take; 0: no limit
 
 
 class Loader(DataLoader[Any]):
-    """torch's, but its length is the number of optimizer steps of an epoch: the same on any number of ranks.
+    """torch's `DataLoader`, with the number of optimizer steps of an epoch as its length, on any number of ranks.
 
-    A loop over it gives micro-batches, of which each rank may have another number. A schedule is made for steps.
+    A loop over the loader gives micro-batches, whose number may differ between ranks. A schedule needs the number of
+    steps.
 
     Args:
-        dataset: of the user, or what reads it.
-        steps: how many an epoch has.
-        begins_late: whether a pass begins with its first batch, not where the script calls ``iter``.
-        options: of torch's.
+        dataset: of the user, or an object that reads the user's data set.
+        steps: gives the number of steps of an epoch.
+        begins_late: whether a pass begins with its first batch, not with the script's call of ``iter``.
+        options: of torch's `DataLoader`.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Loader(DataLoader[Any]):
 
 
 def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None) -> None:
-    """Called in each loader process before its first sample; the user's ``init_fn`` last."""
-    # A scheduler, a launcher or a terminal may send them to all processes at once in order to stop the *ranks*.
+    """Initialise a loader process, before its first sample; the user's ``init_fn`` is called last."""
+    # A scheduler, a launcher or a terminal may send these signals to all processes at once to stop the *ranks*.
     for number in STOP_SIGNALS:
         # A function rather than SIG_IGN, which programs started by the data set would inherit.
         signal.signal(number, _ignore)
@@ -102,15 +103,15 @@ def begin_worker(worker_id: int, init_fn: Callable[[int], object] | None = None)
 
 
 def choose_workers(cpus: int, *, in_memory: bool) -> int:
-    """Loader processes for a rank whose part of the machine is ``cpus``: at most 8, and one CPU left for itself.
+    """The number of loader processes for a rank with ``cpus`` CPUs: at most 8, with one CPU left for the rank.
 
-    None for data in memory. None also where a rank has a single CPU: a loader would only take turns with it.
+    0 for data in memory, and for a rank with a single CPU, with which a loader would only take turns.
     """
     return 0 if in_memory else max(0, min(8, cpus - 1))
 
 
 def choose_prefetch(run: int, workers: int) -> int:
-    """Micro-batches that each worker holds ready: together two steps of ``run``, so none waits while a step ends."""
+    """The micro-batches that each worker holds ready: for all workers two steps of ``run``, to bridge a step's end."""
     return max(2, -(-2 * run // workers))
 
 
@@ -119,8 +120,8 @@ def open_loader(
 ) -> TorchLoader:
     """A loader of ``dataset`` with ``workers``, for a rank with ``run`` micro-batches a step.
 
-    Its length is what ``steps`` says when it is asked for. Its passes do not move the global generators of this
-    process, as torch's own would.
+    Its length is the result of ``steps``, called each time. Unlike torch's, its passes do not move the global
+    generators of this process.
     """
     if workers.count:
         ready = workers.prefetch_factor or choose_prefetch(run, workers.count)
@@ -135,14 +136,14 @@ def open_loader(
 
 
 def as_it_is(data: Data) -> Data:
-    """``data``, for a loader whose data set gives whole batches."""
+    """``data`` itself, as the collate function of a loader whose data set gives whole batches."""
     return data
 
 
 def end_passes(loader: TorchLoader) -> None:
-    """No process of any pass over ``loader`` runs afterwards. The loader may be iterated again."""
-    # Kept by torch while its workers persist. There is no public way to end them but to delete the loader, which may
-    # be the user's.
+    """End the processes of all passes over ``loader``, which may be iterated again."""
+    # Torch keeps the iterator while its workers persist. The only public way to end workers is to delete the loader,
+    # which may be the user's.
     passes = tuple(_passes.pop(loader, ()))
     forget_iterator(loader)
     for batches in passes:
@@ -169,8 +170,8 @@ def _end(batches: object) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    # At its exit multiprocessing ends children by SIGTERM, which they leave to the rank, and then waits for them
-    # without end. It registered itself when torch was imported, so this comes first.
+    # At exit, multiprocessing ends children by SIGTERM, which loader processes ignore, and then waits for them without
+    # end. Its exit handler was registered when torch was imported, so this one runs first.
     for loader in tuple(_passes):
         end_passes(loader)
     for worker in _processes:
@@ -178,14 +179,14 @@ def _end_all() -> None:
 
 
 def _ignore(number: int, frame: object) -> None:
-    """The rank gets the same signal, and ends its workers itself."""
+    """Ignore the signal, which the rank gets, too: the rank ends its workers itself."""
 
 
 def _end_with_rank() -> None:
     rank = multiprocessing.parent_process()
     assert rank is not None
-    # The parent is the rank, unless that is gone already or a fork server stands between. Then the rank's end of a pipe
-    # has to do, which other processes of the rank may have inherited, and hold open.
+    # The parent is the rank, unless the rank is gone already or a fork server stands between. Then only the rank's end
+    # of a pipe tells, which other processes of the rank may have inherited, and hold open.
     is_parent = os.getppid() == rank.pid
     while not wait([rank.sentinel], _LOOK_EVERY_S):
         if is_parent and os.getppid() != rank.pid:

@@ -1,4 +1,4 @@
-"""In a rank: what it is doing, and how the launcher learns of it.
+"""Heartbeats of a rank, which tell the launcher what the rank is doing.
 
     in a rank                                       in the launcher (launch/diagnosis)
 
@@ -8,7 +8,7 @@
     LostPeers       ◄══ addresses of lost hosts, a file ═══ the plan of all nodes
     stack dump      ◄══ STACKS_SIGNAL, a file ══════════► read_stacks ────────────────────────────┘
 
-It works for every script, also for one that does not use `Run`.
+Heartbeats work for every script, also without `Run`.
 """
 
 from lockstep.heartbeat.frames import (

@@ -1,4 +1,4 @@
-"""Where a thread is, as its user knows it: a line of their code, and the function that this line has called.
+"""The place of a thread in the user's code: a line of the user's, and the function that this line has called.
 
     innermost   all_reduce         torch/distributed/...   ─┐  the call: all_reduce, in which ranks meet
                 wrapper            torch/distributed/...   ─┘
@@ -6,9 +6,9 @@
                 main               train.py:88
     outermost   _run_file          lockstep/launch/...
 
-It reads the frames of a running thread and changes nothing. The stacks of a process that is stuck in compiled code and
-holds Python's lock are written by a signal's handler, from C, without the lock. The handler is inherited by processes
-that a rank forks, such as those of a loader, which then write to the same file: one is asked at a time.
+The frames of a running thread are read, not changed. The stacks of a process that is stuck in compiled code and holds
+Python's lock are written by a signal's handler, from C, without the lock. Processes that a rank forks, such as a
+loader's, inherit the handler and write to the same file: so only one process is asked at a time.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 def is_users(file: str) -> bool:
     """Whether ``file`` is the user's: not part of Python, of an installed package, or of Lockstep.
 
-    Packages are installed in every ``site-packages`` and ``dist-packages``, of whatever Python, and in each entry of
-    `sys.path` that says so by a ``*.dist-info``, as ``pip install --target`` leaves it; though not beside the program
-    itself.
+    Packages are installed in every ``site-packages`` and ``dist-packages``, of any Python, and in each entry of
+    `sys.path` with a ``*.dist-info``, as left by ``pip install --target``, but not in the program's own directory.
     """
     if file.startswith(_OF_OTHERS) or _in_packages(file):
         return False
@@ -61,10 +60,10 @@ def is_users(file: str) -> bool:
 
 
 def own_lines(files: Sequence[str]) -> list[int]:
-    """Which of the ``files`` of a stack's lines, outermost first, are the user's, as indices.
+    """The indices of the user's files among the ``files`` of a stack's lines, outermost first.
 
-    Where none is, since the program itself is installed, those in the program's own directory: it begins with the
-    first line that is neither Python's nor Lockstep's.
+    If no file is the user's, since the program itself is installed, the files in the program's own directory: the
+    directory of the first line that is neither Python's nor Lockstep's.
     """
     own = [index for index, file in enumerate(files) if is_users(file)]
     if own:
@@ -91,9 +90,9 @@ def user_frame(error: BaseException) -> tuple[str, int]:
 def _holds_packages(directory: str) -> bool:
     if not _has_dist_info(directory):
         return False
-    # What lies beside the program is the user's, whatever has been installed there, too.
+    # Files beside the program are the user's, even if packages are installed there, too.
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    # The working directory, to which they may be relative, may have been removed.
+    # The working directory, to which paths may be relative, may have been removed.
     with contextlib.suppress(FileNotFoundError):
         return main is None or Path(main).absolute().parent != Path(directory).absolute()
     return True
@@ -109,11 +108,11 @@ def _in_packages(file: str) -> bool:
 
 
 def find_user_frame(innermost: FrameType) -> tuple[SourceLine, str, bool]:
-    """The user's line in a stack, what it has called, and whether ranks wait for each other in that call.
+    """The user's line in a stack, the function that it has called, and whether ranks meet in that call.
 
-    If no line is the user's, as in a program that is installed, it is the innermost one of the program's own.
+    If no line is the user's, as in an installed program, the innermost line of the program itself.
     """
-    above: list[tuple[str, str, str]] = []  # file, function and module of what lies above the user's line
+    above: list[tuple[str, str, str]] = []  # file, function and module of the frames above the user's line
     frames: list[FrameType] = []  # innermost first
     frame: FrameType | None = innermost
     while frame is not None and not is_users(frame.f_code.co_filename):
@@ -160,12 +159,12 @@ def in_debugger(innermost: FrameType | None) -> bool:
 
 
 def collectives_begun() -> int:
-    """How many collectives this process has begun over groups of all ranks; 0 while it has no group.
+    """The number of collectives that this process has begun over groups of all ranks; 0 without a group.
 
-    It imports nothing: a script that does not use torch does not load it for this.
+    Torch is not imported, so a script without torch does not load it.
 
     Raises:
-        RuntimeError: if a backend keeps no such number, as those that are registered by a package may not.
+        RuntimeError: if a backend keeps no such number, as may be so for a backend that a package has registered.
     """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     default = getattr(world, "default_pg", None)
@@ -179,12 +178,12 @@ def collectives_begun() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The frames of one thread, innermost first."""
+    """The frames of a thread, innermost first."""
 
     frames: tuple[SourceLine, ...]
 
     def own(self) -> tuple[SourceLine, ...]:
-        """The frames in the user's code; all frames if there are none."""
+        """The frames in the user's code; all frames if none is."""
         outermost_first = self.frames[::-1]
         own = own_lines([frame.file for frame in outermost_first])
         return tuple(outermost_first[index] for index in reversed(own)) or self.frames
@@ -192,10 +191,10 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """The stacks of one process."""
+    """The stacks of a process."""
 
     main: Stack
-    text: str  #: of all threads, as they were written
+    text: str  #: of all threads, as written
 
 
 NOTHING: Final = Stacks(Stack(()), "")
@@ -213,7 +212,7 @@ def register_stacks(path: Path) -> None:
 
 
 def is_registered(status: str) -> bool:
-    """Whether a process would answer `STACKS_SIGNAL` instead of dying of it, by its ``/proc/PID/status``."""
+    """Whether a process would answer `STACKS_SIGNAL` instead of dying, by its ``/proc/PID/status``."""
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
     return found is not None and bool(int(found[1], 16) >> (STACKS_SIGNAL - 1) & 1)
 
@@ -222,8 +221,8 @@ def read_stacks(before: str, written: str) -> Stacks:
     """The stacks that a process has written.
 
     Args:
-        before: the file as it was, whose headers say which thread is the main one.
-        written: what was appended since.
+        before: the earlier content of the file, whose headers say which thread is the main thread.
+        written: the text appended since.
     """
     parts = _THREAD.split(written)
     threads = dict(zip((int(thread, 16) for thread in parts[1::2]), parts[2::2], strict=True))

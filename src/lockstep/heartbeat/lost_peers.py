@@ -1,8 +1,8 @@
-"""Ends the connections of this process to hosts that are lost, of which nobody else tells it.
+"""The end of this process's connections to lost hosts, which the system would notice late.
 
-When the power of a host fails, nobody closes its connections, and a rank waits in a collective for as long as TCP bears
-that. Its launcher finds out sooner. What waits on a connection that is shut down gets the error that it gets when the
-other end has closed it, whoever has opened it: gloo, a store, or the script.
+When the power of a host fails, its connections are not closed, and a rank waits in a collective until TCP gives up. The
+launcher notices the loss sooner. Code that waits on a connection that is shut down gets the same error as if the other
+end had closed it, whether gloo, a store or the script has opened the connection.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 
 class LostPeers:
-    """Looks whether the launcher has left addresses of lost hosts, and cuts this process off from them.
+    """Looks for addresses of lost hosts from the launcher, and ends this process's connections to these hosts.
 
     Args:
-        channel: where the launcher hears this rank, see `open_channel`.
+        channel: of this rank to the launcher, see `open_channel`.
     """
 
     def __init__(self, channel: str) -> None:
@@ -44,24 +44,24 @@ class LostPeers:
             end_connections(set(told.split()))
 
     def told(self) -> bool:
-        """Whether the launcher has left some: then whatever breaks in this process may be a connection to them."""
+        """Whether the launcher has left addresses: then any error in this process may be from a lost connection."""
         return self._file is not None and self._file.exists()
 
 
 def end_connections(addresses: Collection[str]) -> int:
-    """Shut down all TCP connections of this process to ``addresses``, spelt as `plain_address`; how many there were.
+    """Shut down all TCP connections of this process to ``addresses``, in the form of `plain_address`; their number.
 
-    Also those that belong to libraries: they see the other end as closed.
+    Connections of libraries are included, which see the other end as closed.
     """
     ended, entries = 0, list[Path]()
     with contextlib.suppress(OSError):  # a system that does not list them
         entries = list(_DESCRIPTORS.iterdir())
     for entry in entries:
         with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            # Sockets only: to close a duplicate of a file gives up the locks (`fcntl.lockf`) that this process has.
+            # Sockets only: closing a duplicate of a file gives up this process's locks (`fcntl.lockf`) on the file.
             if not _is_socket(entry):
                 continue
-            # Of a duplicate, so that the number cannot come to stand for something else meanwhile.
+            # By a duplicate, since the original number could be reused meanwhile.
             duplicate = os.dup(int(entry.name))
             stack.callback(os.close, duplicate)
             if not _is_socket(_DESCRIPTORS / str(duplicate)):

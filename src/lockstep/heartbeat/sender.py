@@ -1,12 +1,12 @@
-"""In a rank: what it is doing, and the thread that reports it.
+"""The progress of a rank, and the thread that reports it to the launcher.
 
     main thread     set_phase("data") ... set_phase("forward") ... set_step(412)     two stores each
                               │
     sender thread   reads it twice a second, and sends a heartbeat            works while the main thread waits in C;
                                                                              not while that holds Python's lock
 
-So it means something, too, when no heartbeat comes. What a heartbeat tells is observed in Python, in torch and in the
-kernel, and any of them may fail: then the observation before stands, and the heartbeat is sent.
+So a missing heartbeat is information, too. The values in a heartbeat are observed in Python, in torch and in the
+kernel. If an observation fails, the value before is sent.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ T = TypeVar("T")
 
 
 class ProgressMarker:
-    """What the main thread is doing. An update costs some ten nanoseconds, so that every step can afford several."""
+    """The phase and step of the main thread. An update costs some ten nanoseconds, so each step can make several."""
 
     __slots__ = ("listeners", "memory", "phase", "phase_changes", "step")
 
     def __init__(self) -> None:
-        self.step = -1  #: optimizer steps done; -1 while nobody counts them
+        self.step = -1  #: optimizer steps done; -1 while steps are not counted
         self.phase = "script"  #: one of `PHASES`
         self.phase_changes = 0
         self.listeners: tuple[
             Callable[[ProgressMarker], None], ...
         ] = ()  #: called in the main thread after each update
-        self.memory: Callable[[], MemoryUse] = host_memory  #: measures it; called from the sender's thread
+        self.memory: Callable[[], MemoryUse] = host_memory  #: measures memory; called from the sender's thread
 
     def set_phase(self, phase: str) -> str:
-        """Say that the rank is in ``phase`` from now on, one of `PHASES`; returns the phase before."""
+        """Set the rank's phase to ``phase``, one of `PHASES`; returns the phase before."""
         before = self.phase
         self.phase = phase
         self.phase_changes += 1
@@ -55,7 +55,7 @@ class ProgressMarker:
         return before
 
     def set_step(self, step: int) -> None:
-        """Say that ``step`` optimizer steps are done; -1 where nobody counts them any more."""
+        """Set the number of optimizer steps done; -1 if steps are not counted any more."""
         self.step = step
         for listener in self.listeners:
             listener(self)
@@ -70,12 +70,12 @@ def progress_marker() -> ProgressMarker:
 
 
 class HeartbeatSender:
-    """Sends heartbeats to the launcher of this rank: that it is alive, and where it is.
+    """Sends heartbeats to this rank's launcher: that the rank is alive, and what it is doing.
 
     Args:
         rank: this rank's number.
-        line: the socket for heartbeats; None: nobody listens.
-        of: what the main thread is doing.
+        line: the socket for heartbeats; None: heartbeats are not sent.
+        of: the progress of the main thread.
         beside: called before each heartbeat but the first, on the sender's thread.
     """
 
@@ -94,7 +94,7 @@ class HeartbeatSender:
         self._listener: str | tuple[str, int] = "" if line is None else line.getpeername()
         self._process: Final = os.getpid()
         self._beside: Final = beside
-        self._collectives, self._cpu_s, self._memory = 0, 0.0, MemoryUse()  # as they were observed last
+        self._collectives, self._cpu_s, self._memory = 0, 0.0, MemoryUse()  # last observed values
 
     def start(self) -> None:
         """Send a heartbeat now and every half second, from a daemon thread. No thread is started if nobody listens."""
@@ -103,7 +103,7 @@ class HeartbeatSender:
             threading.Thread(target=self._go_on, name="lockstep heart", daemon=True).start()
 
     def beat(self) -> None:
-        """Send one heartbeat. It is lost if nobody listens, or if the listener is too slow for a while.
+        """Send a heartbeat, which is lost if no launcher listens, or if the listener is too slow for a while.
 
         A copy of this process, which a script may make with `os.fork`, sends none.
         """
@@ -133,12 +133,12 @@ class HeartbeatSender:
         self._file = _file(line)
 
     def now(self) -> Heartbeat:
-        """The heartbeat for where the main thread is now. Never raises: what cannot be observed is left as it was."""
+        """The heartbeat for the main thread's present place. Never raises: a failed observation keeps its value."""
         frame = sys._current_frames().get(self._main)
         place, call, meets = NOWHERE, "", False
         if frame is not None:
             place, call, meets = _observed(lambda: find_user_frame(frame), (place, call, meets))
-        # For some backends torch counts no collectives, and it raises where it is asked.
+        # For some backends torch counts no collectives, and raises an error when asked.
         self._collectives = _observed(collectives_begun, self._collectives)
         self._cpu_s = _observed(lambda: _cpu_s(self._main), self._cpu_s)
         said = self._marker
@@ -166,7 +166,7 @@ class HeartbeatSender:
 
 
 def _observed(observation: Callable[[], T], before: T) -> T:
-    """What ``observation`` returns; ``before`` if it raises, since the sender's thread must not end by it."""
+    """The result of ``observation``; ``before`` if it raises, since an error must not end the sender's thread."""
     try:
         return observation()
     except Exception:  # noqa: BLE001 - private parts of torch, and measures of memory, may raise anything
@@ -174,7 +174,7 @@ def _observed(observation: Callable[[], T], before: T) -> T:
 
 
 def _file(line: socket.socket) -> tuple[int, int] | None:
-    """What tells the socket apart from others; None if it is closed."""
+    """The device and inode that identify the socket; None if it is closed."""
     try:
         found = os.fstat(line.fileno())
     except OSError:
@@ -183,7 +183,7 @@ def _file(line: socket.socket) -> tuple[int, int] | None:
 
 
 def open_channel(channel: str) -> socket.socket | None:
-    """A line to the listener at ``channel`` (see `lockstep.launch_contract.CHANNEL`); None for "", or without one."""
+    """A socket to the listener at ``channel`` (see `lockstep.launch_contract.CHANNEL`); None for "" or no listener."""
     if not channel:
         return None
     host, colon, port = channel.rpartition(":")

@@ -1,4 +1,4 @@
-"""`Run`: what a training script calls. Each method is one call of the room of this package that does the work.
+"""The interface of a training script, `Run`. Each method is one call of the module of this package that does the work.
 
 set_up ──► RunContext: world, device, group, strategy, checkpoints, state, position
               │
@@ -71,84 +71,88 @@ _DEFAULTS = Settings()
 class Run:
     """One training run, alone or as one rank of any launcher's world.
 
-    Opening it finds out which rank this process is, connects to the other ranks, seeds everything random and chooses
-    the device. Every rank must make the same calls in the same order. It is closed by `close`, by the end of a ``with``
-    statement, or by the end of the script, whichever comes first.
+    Opening a run finds out which rank this process is, connects to the other ranks, seeds all random generators and
+    chooses the device. Every rank must make the same calls in the same order. The run is closed by `close`, by the end
+    of a ``with`` statement, or by the end of the script, whichever comes first.
 
     Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
-    ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and where it came from.
+    ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and its source.
 
     Args:
-        seed: of everything random: initial weights, order of samples, augmentation, dropout.
-        strategy: how replicas are kept in step, with its options, such as ``ddp`` or ``fsdp:wrap=Block``; all of them
-            are in docs/strategies/.
+        seed: of all random generators: for initial weights, order of samples, augmentation, dropout.
+        strategy: how replicas are kept in step, with options, such as ``ddp`` or ``fsdp:wrap=Block``; docs/strategies/
+            describes all strategies.
         reduction: ``exact`` sums gradients along one fixed tree, so that the bits do not depend on the number of
             ranks; ``fast`` is torch's own all-reduce.
         precision: ``fp32``, ``bf16`` or ``fp16``, of the forward pass.
-        checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``, or none are saved.
+        checkpoint: directory for checkpoints. None: the run directory of ``lockstep run``; without ``lockstep run``, no
+            checkpoints are saved.
         save_every: such as ``"100 steps"``, ``"5 min"`` or ``"1 epoch"``. None: only at the end and at a stop.
-        log_every: such as ``"50 steps"``: every so many steps, the means of what these steps have measured are logged,
-            as ``loss_step`` and so on. None: only `log` logs.
-        track: ``tensorboard``, ``wandb`` or ``mlflow``, or several separated by commas: they receive what is logged,
-            and the settings. Or an object with a method ``log(values, step)``. Used by the leader only. A tracker that
-            fails or hangs is dropped, and the training continues. None: only ``metrics.jsonl`` is written.
-        profile: such as ``"steps 10:20"``: `torch.profiler` records each rank from when 10 steps are done until 20 are.
-            One Chrome trace per rank is written to ``profile`` in the run's directory or that of its checkpoints, else
-            in the working directory. None: nothing is recorded, at no cost.
+        log_every: such as ``"50 steps"``: the interval at which the means of the last steps' losses and measured values
+            are logged, as ``loss_step`` and so on. None: only `log` logs.
+        track: ``tensorboard``, ``wandb`` or ``mlflow``, or several separated by commas: trackers that receive the
+            logged values and the settings. Or an object with a method ``log(values, step)``. Only the leader uses
+            trackers. A tracker that fails or hangs is dropped, and the training continues. None: only ``metrics.jsonl``
+            is written.
+        profile: such as ``"steps 10:20"``: `torch.profiler` records each rank from the end of step 10 to the end of
+            step 20. One Chrome trace per rank is written to ``profile`` in the run's directory or that of its
+            checkpoints, else in the working directory. None: nothing is recorded, at no cost.
         keep: number of the newest checkpoints that are kept.
-        resume_options: where a resumed script gives an optimizer other options than the run began with, such as ``lr``:
-            ``checkpoint`` leaves those of the checkpoint, ``script`` takes the script's, also as the base of torch's
-            schedulers, which go on where they were.
+        resume_options: for a resumed script that gives an optimizer other options, such as ``lr``, than the run began
+            with: ``checkpoint`` keeps the options of the checkpoint; ``script`` takes the script's, also as the base of
+            torch's schedulers, which continue from their saved state.
         emergency: under ``lockstep run`` with ``--max-restarts``: when a rank or a host is lost, the other ranks save
-            the state of the last finished step in the memory of their hosts, and the restarted ranks continue from it.
-            False: they continue from the newest checkpoint.
+            the state of the last finished step in the memory of their hosts, and the restarted ranks continue from this
+            state. False: restarted ranks continue from the newest checkpoint.
         mirror: under ``lockstep run`` with ``--max-restarts``: after every step, each rank copies its part of the state
             into the memory of its host, while the next step is computed. Then no step is lost even where the other
             ranks do not hold the state: under ``zero`` and ``fsdp``, when all ranks of a host die or hang, and on GPUs
-            (not tested there yet). On several hosts, what only one rank holds is kept on two hosts, so that one of them
-            may be lost. Takes twice the memory of the state. Always done on the rank's own host if the script uses
-            `carry`, or an optimizer with a closure. Refused with ``emergency=False``.
+            (not tested there yet). On several hosts, a part of the state that only one rank holds is kept on two hosts,
+            so that one of the two may be lost. The copies take twice the memory of the state. If the script uses
+            `carry`, or an optimizer with a closure, each rank always copies its part on its own host. Refused with
+            ``emergency=False``.
         best: such as ``"max accuracy"`` or ``"min val_loss"``: whenever this metric has a new best value, a checkpoint
-            is saved, and kept in addition to the newest ones until there is a better one. For loss, error and
+            is saved, and kept in addition to the newest checkpoints until the next best value. For loss, error and
             perplexity (lower is better), and for accuracy, acc, f1, auc, iou and bleu (higher is better), the name is
             enough.
-        clip_norm: maximum global norm of a step's gradient; the norm before is measured as ``grad_norm``. ``inf``
-            clips nothing.
+        clip_norm: maximum global norm of a step's gradient; the norm before clipping is measured as ``grad_norm``.
+            ``inf`` clips nothing.
         sync_batchnorm: BatchNorm over all micro-batches that the ranks compute at the same time; the result depends on
             the number of ranks.
         compile: `torch.compile` each model.
-        threads: CPU threads per rank; the bits depend on it. None: one on a CPU, else this rank's part of the CPUs.
+        threads: CPU threads per rank; the bits of the result depend on this number. None: one on a CPU, else this
+            rank's part of the CPUs.
         workers: loader processes per rank. None: chosen.
-        global_batch: samples per step over all ranks, for loaders that do not give it; if it is given on the command
-            line or in the environment, for all loaders.
-        micro_batch: samples per forward pass, in the same way.
+        global_batch: samples per step over all ranks, for loaders without a ``global_batch`` of their own; a value from
+            the command line or the environment is for all loaders.
+        micro_batch: samples per forward pass, for the same loaders as ``global_batch``.
         bucket_mb: MiB of gradients exchanged at once. None: chosen.
         on_nan: what happens when a loss or a gradient is not finite: ``stop`` ends the run with `NonFiniteError` before
-            the parameters are updated with it, on GPUs one step later, for which they do not wait, and before a save;
-            ``locate`` looks at each micro-batch's gradient before the sum, too, and names rank, micro-batch and
-            parameter; ``warn`` prints a warning and keeps the checkpoint from before;
-            ``ignore`` does nothing.
+            the update and before a save (on GPUs one step later, since the host does not wait for them); ``locate``
+            also looks at each micro-batch's gradient before the sum, and names rank, micro-batch and parameter;
+            ``warn`` prints a warning and keeps the newest checkpoint from before; ``ignore`` does nothing.
         nondeterministic: what happens on a GPU, with ``reduction="exact"``, when a backward pass calls an operation
-            that has no deterministic kernel: ``refuse`` ends the run with an error that names it; ``warn`` leaves it to
-            torch, which warns, and gives up equal bits.
-        replay: in the first two steps of a pass, and every ``check_every`` steps, the loop's body gets the rank's first
-            micro-batch once more, before its last one, which counts for nothing: samples, losses, gradients, measured
-            values and buffers must have the same bits, else the run ends with an error that names what the body
-            changes. Costs at most 0.5 % of a long run. False: a body may have effects, such as stepping an
-            environment, and nothing finds one whose results depend on the number of ranks.
-        audit: such as ``"200 steps"``: in every so many-th step, before the update, each rank computes a micro-batch of
-            another rank once more, chosen by the step's seed: samples, losses, gradients and buffers must have the same
-            bits. If not, all ranks compute it again, and the run ends with `AuditError`, which names rank, host and
-            device that were wrong; ``lockstep run --max-restarts`` continues without that device. From the end of such
-            a step until the next update, bytes of the state that change without being written to end the run likewise.
-            Costs one micro-batch and some checksums. Under ddp, zero and fsdp. None: never.
-        verify_saves: each rank reads back from the disk what it has written of a checkpoint; one with other bytes is
-            not committed, and the run says so.
-        check_every: ranks compare what they hold after every so many steps, in addition to the comparisons at saves and
-            at the first step of each pass.
+            that has no deterministic kernel: ``refuse`` ends the run with an error that names the operation; ``warn``
+            lets torch warn, and gives up equal bits.
+        replay: in the first two steps of a pass, and every ``check_every`` steps, the loop's body computes the rank's
+            first micro-batch a second time, before its last micro-batch, and the second result is dropped: samples,
+            losses, gradients, measured values and buffers must have the same bits, else the run ends with an error that
+            names what the body changes. Costs at most 0.5 % of a long run. False: a body may have effects, such as
+            stepping an environment, and a body whose results depend on the number of ranks is not found.
+        audit: such as ``"200 steps"``: the interval of audited steps. In such a step, before the update, each rank
+            computes a micro-batch of another rank a second time, chosen by the step's seed: samples, losses, gradients
+            and buffers must have the same bits. If not, all ranks compute this micro-batch again, and the run ends with
+            `AuditError`, which names the wrong rank, host and device; ``lockstep run --max-restarts`` continues without
+            that device. From the end of an audited step until the next update, bytes of the state that change without
+            being written to end the run with the same error. Costs one micro-batch and some checksums. Under ddp, zero
+            and fsdp. None: never.
+        verify_saves: each rank reads back from the disk what it has written of a checkpoint; a checkpoint with other
+            bytes is not committed, and the run says so.
+        check_every: the number of steps between comparisons of the ranks' states, in addition to the comparisons at
+            saves and at the first step of each pass.
         peer_timeout_s: how many seconds a collective waits for the other ranks.
-        rehearse: to try a script with fewer GPUs than it will have: ranks may share a GPU (slowly, through the CPU),
-            and CPU threads replace GPUs where a strategy needs several.
+        rehearse: to try a script with fewer GPUs than the real run will have: ranks may share a GPU (slowly, through
+            the CPU), and CPU threads replace GPUs where a strategy needs several.
 
     Raises:
         SettingError: for a value that cannot be used.
@@ -259,7 +263,7 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are; in a replay of a micro-batch one more, so that what depends on it is found."""
+        """The number of ranks; one more in a replay of a micro-batch, to find results that depend on this number."""
         if self._context.metrics.in_replay:
             self._train_step.replays.reads_world_size = True
             return self._context.group.size + 1
@@ -272,20 +276,20 @@ class Run:
 
     @property
     def progress(self) -> Progress:
-        """Where the run is; another value after each step."""
+        """The step and epoch that the run has reached, and its samples; a new object after each step."""
         return self._context.position.progress
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The means of the last `train`, and of each `evaluate` since that began."""
+        """The means of the last `train`, and of each `evaluate` since that training pass began."""
         return self._context.position.metrics
 
     @property
     def counts(self) -> bool:
         """Whether the current micro-batch is to be counted on this rank, for sums of your own.
 
-        False for padding, which only lets this rank take part in collectives, and if another rank of the same replica
-        counts it. `measure` and `step` do this for you.
+        False for a padding micro-batch, which only lets this rank take part in collectives, and if another rank of the
+        same replica counts the micro-batch. `measure` and `step` respect this by themselves.
         """
         self._context.metrics.asked_counts = True
         return self._context.metrics.samples > 0
@@ -304,23 +308,23 @@ class Run:
 
     @property
     def carry(self) -> CarriedState:
-        """What the script carries from step to step, such as a hidden state: a dict for the current micro-batch.
+        """The script's state from step to step, such as a hidden state: a dict for the current micro-batch.
 
-        It belongs to the index of the micro-batch in the step, not to the rank: in the next step, the micro-batch with
-        the same index finds what was put in, on any number of ranks. It is saved. ``run.carry.get("hidden")`` is None
-        the first time.
+        The dict belongs to the index of the micro-batch in the step, not to the rank: in the next step, the micro-batch
+        with the same index finds the values that were put in, on any number of ranks. The dict is saved in checkpoints.
+        ``run.carry.get("hidden")`` is None the first time.
         """
         return self._context.carried
 
     @property
     def world(self) -> World:
-        """Which rank of which world this is, and which launcher said so."""
+        """The world, this process's place in it, and the launcher that described both."""
         return self._context.world
 
     def say(self, *values: object) -> None:
         """Print ``values`` on the leader, as `print` does, without disturbing the progress; nothing on other ranks.
 
-        Whatever view is shown, also none.
+        The line is printed under every view of the progress, also without a view.
         """
         if not self._context.metrics.in_replay:
             self._context.reporter.print(" ".join(map(str, values)))
@@ -339,28 +343,29 @@ class Run:
         """``model`` itself, on this rank's device, equal on all ranks and kept so. Collective.
 
         For a model that is larger than a rank, give the function that makes it, as in ``run.model(lambda: Net())``:
-        under ``fsdp``, ``hsdp`` and ``pipeline`` each rank then holds its part alone, with the values of
-        ``run.model(Net())``. So it does for a model that was made under ``torch.device("meta")``, with the values that
-        ``reset_parameters`` of each module draws, inner modules first, and ``_init_weights`` where a model has it.
+        under ``fsdp``, ``hsdp`` and ``pipeline`` each rank then holds only its part, with the values of
+        ``run.model(Net())``. The same holds for a model that was made under ``torch.device("meta")``: its values are
+        those that ``reset_parameters`` of each module draws, inner modules first, and ``_init_weights`` where a model
+        has this method.
 
-        It keeps its class, methods, attributes and the keys of its ``state_dict()``, on any number of ranks. Where a
-        rank holds only a part of it (``fsdp``, ``hsdp``, ``pipeline``, ``hybrid``), deep copies of it and files of its
-        ``state_dict()`` are refused: see `state_dict` and `save`.
+        The model keeps its class, methods, attributes and the keys of its ``state_dict()``, on any number of ranks.
+        Where a rank holds only a part of the model (``fsdp``, ``hsdp``, ``pipeline``, ``hybrid``), deep copies of the
+        model and files of its ``state_dict()`` are refused: see `state_dict` and `save`.
 
         Args:
-            model: a module, which is moved to the rank's device in place, unless it is on several GPUs of the rank
-                already (then its forward pass must move tensors between them). Or a function that makes the model, the
-                same one on every rank; under ``hybrid``, embeddings are then never whole on any rank. Or a list, the
-                stages of a model: modules, or functions that make one each. Each stage is called with what the stage
-                before it returns (a tuple becomes several arguments). The result is then one module with the
+            model: a module, which is moved to the rank's device in place, unless the module is on several GPUs of the
+                rank already (then its forward pass must move tensors between these GPUs). Or a function that makes the
+                model, the same one on every rank; under ``hybrid``, embeddings are then never whole on any rank. Or a
+                list, the stages of a model: modules, or functions that make one each. Each stage is called with what
+                the stage before it returns (a tuple becomes several arguments). The result is then one module with the
                 submodules ``0``, ``1`` and so on. ``pipeline`` distributes them over its ranks; each rank makes every
                 stage and keeps its own.
-            weights: to begin with, by the names of ``model.state_dict()``: a ``.safetensors`` file, the index of one in
-                several files (``.safetensors.index.json``), or a directory with either. Each rank sees it, and reads
-                what it holds.
+            weights: the initial weights, by the names of ``model.state_dict()``: a ``.safetensors`` file, the index of
+                weights in several files (``.safetensors.index.json``), or a directory with either. The path must exist
+                on each rank, which reads only the tensors that it holds.
             find_unused_parameters: as in DDP: for models whose forward pass may not use all parameters.
             static_graph: as in DDP: every forward pass uses the same parameters equally often. Unused parameters are
-                then found once, and modules checkpointed with ``use_reentrant=True`` may be called several times.
+                then found only once, and modules checkpointed with ``use_reentrant=True`` may be called several times.
             tensor_plan: which layers the ranks of a tensor group compute together under ``fsdp:tensor=N``, such as
                 ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``; other strategies ignore it. The words are
                 those of transformers, or torch's `ColwiseParallel` and `RowwiseParallel`; ``{}`` divides nothing. None:
@@ -387,11 +392,12 @@ class Run:
             optimizer: made for parameters of a `model`.
             closure: whether its ``step`` needs a closure, as in LBFGS and implementations of SAM. Then give `step` a
                 function and its data. Each call of the closure computes the loss and the gradient of the whole global
-                batch again; ``.grad`` holds this gradient before the first call, too. It must be the run's only
-                optimizer. None: true if its ``step`` cannot be called without a closure.
+                batch again; ``.grad`` holds this gradient before the first call, too. Such an optimizer must be the
+                run's only one. None: true if ``step`` cannot be called without a closure.
 
         Raises:
-            UsageError: if it was made for parameters of no model that `model` was given, or cannot step here.
+            UsageError: if the optimizer's parameters belong to no model of `model`, or the strategy or precision cannot
+                step it.
         """
         self._registration.optimizer(optimizer, closure=closure)
         return optimizer
@@ -399,11 +405,12 @@ class Run:
     def scheduler(self, scheduler: T) -> T:
         """``scheduler`` itself, from now on stepped once after each step of its optimizer, and saved.
 
-        For one that is to step at other times, such as once an epoch, use `keep`, and call its ``step()`` yourself.
+        For a scheduler that is to step at other times, such as once an epoch, use `keep`, and call its ``step()``
+        yourself.
 
         Raises:
-            UsageError: for one of another optimizer, or whose ``step`` needs an argument. From `step`: if the script
-                steps it, too.
+            UsageError: for a scheduler of an optimizer outside of the run, or whose ``step`` needs an argument. From
+                `step`: if the script steps the scheduler, too.
         """
         self._registration.scheduler(scheduler)
         return scheduler
@@ -411,20 +418,21 @@ class Run:
     def keep(self, **objects: object) -> None:
         """Save and restore each object, by its name, before the training begins.
 
-        An object that has ``state_dict`` and ``load_state_dict`` through these; a list, dict or tensor in place: after
-        a resume the script's own one holds what was saved. A number or a text cannot change in place: `kept` has it.
-        All ranks must hold equal values, as after ``run.metrics``; ranks compare tensors and plain values.
+        An object with ``state_dict`` and ``load_state_dict`` is restored through these methods; a list, dict or tensor
+        in place: after a resume the script's own object holds the saved values. A number or a text cannot change in
+        place: read its value from `kept`. All ranks must hold equal values, as after ``run.metrics``; ranks compare
+        tensors and plain values.
 
         Raises:
-            UsageError: after the training began, for a name that is taken, or for what cannot be saved.
+            UsageError: after the training began, for a name that is taken, or for an object that cannot be saved.
         """
         self._registration.keep(objects)
 
     @property
     def kept(self) -> Kept:
-        """What `keep` was given, by name: ``run.kept.best = max(run.kept.best, run.metrics["accuracy"])``.
+        """The objects given to `keep`, by name: ``run.kept.best = max(run.kept.best, run.metrics["accuracy"])``.
 
-        After `epochs` has begun it is what the checkpoint holds.
+        After `epochs` has begun in a resumed run, each name gives the value that the checkpoint held.
         """
         return Kept(self._context.state.kept)
 
@@ -433,17 +441,17 @@ class Run:
     ) -> EarlyStopping:
         """Whether to stop because ``metric`` no longer improves: ``if stopper.should_stop(): break``.
 
-        Its state is saved. A run that was stopped in this way is finished: if it is resumed, it trains no further step,
-        unless ``patience`` is larger now.
+        Its state is saved. A run that was stopped in this way is finished: a resume trains no further step, unless
+        ``patience`` is larger now.
 
         Args:
             metric: a name in `metrics`.
-            patience: how often in a row it may be measured without improving.
+            patience: how often in a row the metric may be measured without improving.
             mode: whether ``min`` or ``max`` is better.
-            min_delta: what improves it by no more than this does not count.
+            min_delta: an improvement by no more than this does not count.
 
         Raises:
-            UsageError: for a value that cannot be used, a second one for the same metric, or after the training began.
+            UsageError: for a value that cannot be used, a second call for the same metric, or after the training began.
         """
         return self._registration.early_stopping(metric, patience, mode, min_delta)
 
@@ -468,37 +476,39 @@ class Run:
     ) -> TorchLoader:
         """This rank's share of ``dataset``, for `train` or `evaluate`. Collective.
 
-        A loop of the script's own over what it returns, outside of these two, reads all micro-batches of the first
-        epoch, alike on every rank, as for the mean of a data set.
+        A script may also loop over the returned loader itself, outside of `train` and `evaluate`, as for the mean of a
+        data set: such a loop reads all micro-batches of the first epoch, the same on every rank.
 
         Args:
-            dataset: samples by index, an iterable of samples, tensors with one row per sample, or a `DataLoader` of
-                torch's, whose batch is then a step. Or samples in shards: ``shard_lengths``, or ``num_shards`` where
-                lengths are not known, and ``read_shard(shard, start)``, which gives those of one shard from ``start``
-                on. Streams of `datasets` and `webdataset` have shards.
+            dataset: samples by index, an iterable of samples, tensors with one row per sample, or a torch `DataLoader`,
+                whose batch is then a step. Or samples in shards: an object with ``shard_lengths``, or ``num_shards``
+                where lengths are not known, and ``read_shard(shard, start)``, which gives the samples of one shard from
+                ``start`` on. Streams of `datasets` and `webdataset` have shards.
             global_batch: samples per step, over all ranks.
-            micro_batch: samples of one forward pass: the unit that makes the result independent of the number of
-                ranks, of which there may be as many as micro-batches. Large and few is fast. None: an eighth.
-            shuffle: a new order each epoch; of shards, of these. None: yes, except for iterables without shards.
-            sampler: a torch sampler or any iterable of indices: the order of an epoch, with those left out or repeated
-                that it leaves out or repeats. It is asked for the whole order on every rank, under generators seeded
-                for the epoch, its own ones among them; ``set_epoch(epoch)`` is called where it has it.
+            micro_batch: samples of one forward pass: the unit that makes the result independent of the number of ranks.
+                There may be as many ranks as micro-batches in a step; large and few micro-batches are fast. None: an
+                eighth of ``global_batch``.
+            shuffle: whether each epoch has a new order of samples (for samples in shards, of the shards). None: yes,
+                except for iterables without shards.
+            sampler: a torch sampler or any iterable of indices: the order of an epoch, which may leave out or repeat
+                samples. Every rank asks the sampler for the whole order, with generators seeded for the epoch,
+                including the sampler's own; ``set_epoch(epoch)`` is called where the sampler has this method.
             batch_sampler: a torch batch sampler or any iterable of batches of indices: each batch is one step, of any
                 size, and is divided into micro-batches. Leave ``global_batch`` out then.
             order: ``function(epoch, generator)`` that gives the indices of an epoch.
             drop_last: leave out the short step at the end of an epoch.
             collate_fn: as torch's.
-            workers: loader processes; None: as in `settings`, or chosen. For this and for the batch sizes, a value from
-                the command line or the environment replaces the value given here.
+            workers: loader processes; None: as in `settings`, or chosen. For ``workers`` and the batch sizes, a value
+                from the command line or the environment replaces the value given here.
             worker_init_fn: as torch's.
             prefetch_factor: micro-batches that each loader process holds ready; None: chosen.
             pin_memory: hand out page-locked memory; on a GPU only. None: yes.
-            timeout: seconds that a micro-batch of loader processes may take; 0: as long as it does.
+            timeout: seconds that a micro-batch of loader processes may take; 0: no limit.
             others: further arguments of torch's `DataLoader`; each is refused, with what to use instead.
 
         Raises:
             PlanError: if the sizes do not fit each other.
-            DataError: if the data set cannot be divided, or has no such indices.
+            DataError: if the data set cannot be divided, or lacks indices that the order names.
             UsageError: for arguments that exclude each other; for a sampler that divides the samples among ranks, or
                 gives another order when it is asked again.
             MismatchError: if ranks hold data sets of different length, or draw different orders.
@@ -524,14 +534,14 @@ class Run:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def epochs(self, epochs: int) -> Iterator[int]:
-        """The numbers of the epochs still to do, from 0; the first is the one where the checkpoint stopped.
+        """The numbers of the epochs still to do, from 0; a resumed run begins with the epoch of the checkpoint.
 
         Collective. At the end of each epoch a checkpoint is saved if ``save_every`` says so, and after the last one.
         """
         return self._training.epochs(epochs, sys._getframe(1).f_code)
 
     def steps(self, steps: int, every: int | None = None) -> Iterator[int]:
-        """Train for ``steps`` steps, in parts of ``every``; gives how many steps are done before each part. Collective.
+        """Train for ``steps`` steps, in parts of ``every``; yields the steps done before each part. Collective.
 
         ::
 
@@ -545,7 +555,7 @@ class Run:
 
         Args:
             steps: of the whole run.
-            every: a part ends when the number of steps done is a multiple of it. None: there is one part.
+            every: a part ends when the number of steps done is a multiple of ``every``. None: all steps are one part.
 
         Raises:
             UsageError: for a part without a step.
@@ -558,24 +568,25 @@ class Run:
         In `epochs` a pass visits each sample once; in `steps` it has as many steps as the part.
 
         Models are in training mode. Before each micro-batch the random generators are seeded for it, so dropout does
-        not depend on the ranks. At the end, `metrics` holds the means of the pass: ``loss``, and what was measured.
-        ``break`` must leave the loop on all ranks after the same step; then `metrics` stays as it was, and `train` with
-        the same loader, in the same epoch, continues with the next step. A rank that serves others gets no micro-batch,
-        and continues after the loop when they do.
+        not depend on the ranks. At the end, `metrics` holds the means of the pass: ``loss``, and the values given to
+        `measure`. ``break`` must leave the loop on all ranks after the same step; then `metrics` stays unchanged, and
+        `train` with the same loader, in the same epoch, continues with the next step. A rank that serves other ranks
+        gets no micro-batch, and continues after the loop when the other ranks do.
 
         Several passes may follow each other in one epoch, over several loaders or over one, each time in another order.
-        Given several loaders, each step takes one step of each, and the body gets a tuple with a micro-batch of each;
-        they must have equally many. In `epochs` the shortest loader ends the pass. A loss is weighted by the samples of
-        the first loader's micro-batch, or by ``count``.
+        Given several loaders, each step takes one step of each loader, and the body gets a tuple with a micro-batch of
+        each; the loaders must have equally many micro-batches in a step. In `epochs` the shortest loader ends the pass.
+        A loss is weighted by the samples of the first loader's micro-batch, or by ``count``.
 
-        Its length is this rank's number of micro-batches; that of a loader is the number of steps of an epoch.
+        The length of the returned iterator is this rank's number of micro-batches; the length of a loader is the number
+        of steps of an epoch.
 
         Raises:
             UsageError: if a micro-batch went by without `step`, for loaders whose steps differ, or for a second pass
                 outside of `epochs` and `steps`.
             PlanError: if there are more ranks than micro-batches in a full step.
-            MismatchError: if ranks hold different samples, of which each rank reads three as a pass begins; or if they
-                draw different orders.
+            MismatchError: if ranks hold different samples (each rank reads three samples as a pass begins), or draw
+                different orders.
         """
         return self._training.train(loaders, call_site(self._context.position.passes.caller))
 
@@ -584,7 +595,7 @@ class Run:
     ) -> bool:
         """The first half of `step`: after the step's last micro-batch, ``.grad`` holds the global batch's gradient.
 
-        Still to be unscaled and clipped, which `update` does. Collective.
+        `update` then unscales and clips this gradient. Collective.
 
         Returns:
             Whether this was this rank's last micro-batch of the step, so that ``.grad`` is there.
@@ -592,10 +603,10 @@ class Run:
         return self._training.backward(loss, data, count, loss_is, optimizer)
 
     def update(self, optimizer: Optimizers = None) -> bool:
-        """The second half of `step`: on the step's last micro-batch unscale, clip and update; before that, nothing.
+        """The second half of `step`: on the step's last micro-batch unscale, clip and update; on others, nothing.
 
-        If a run has several optimizers with losses of their own, they all step when each of them has had its loss, or
-        at the end of the loop's body: no loss of a step is computed with parameters that were changed in this step.
+        If a run has several optimizers with losses of their own, all of them step when each has had its loss, or at the
+        end of the loop's body: no loss of a step is computed with parameters that were changed in this step.
 
         Returns:
             Whether the step is done, see `step`.
@@ -605,33 +616,35 @@ class Run:
     def step(
         self, loss: Loss, *data: object, count: Count = None, loss_is: LossKind = "mean", optimizer: Optimizers = None
     ) -> bool:
-        """Train on one micro-batch: backward; on the step's last one also reduce, clip, update, and step schedulers.
+        """Train on a micro-batch: backward; on the step's last micro-batch also reduce, clip, update, step schedulers.
 
-        The gradient is that of the mean over the global batch: each micro-batch weighs what it holds. Collective.
+        The gradient is that of the mean over the global batch: each micro-batch weighs by its number of items.
+        Collective.
 
         A step ends where the loop's body ends: only then is a checkpoint saved, or the run stopped.
 
         Args:
             loss: the mean over the micro-batch's items, a tensor of no dimension; or a function that gives it, as in
                 ``run.step(F.cross_entropy, images, labels)``, for ``F.cross_entropy(model(images), labels)``: the form
-                that every strategy understands, also those which compute forward and backward passes in an order of
+                that every strategy understands, also strategies that compute forward and backward passes in an order of
                 their own.
             data: for a function: the model's input and the targets, each one object or a tuple of several.
-            count: how many items the mean is over, such as tokens; a number or a tensor. None: the samples.
-            loss_is: ``mean`` over these items, or their ``sum``, as with ``reduction="sum"``. What is learned from and
-                reported is the mean over all items of the step either way.
-            optimizer: whose parameters the loss is for, where the run has several; several share one backward pass.
+            count: the number of items, such as tokens, that the mean is over; a number or a tensor. None: the samples.
+            loss_is: ``mean`` over these items, or their ``sum``, as with ``reduction="sum"``. In both cases, the
+                gradient and the reported loss are those of the mean over all items of the step.
+            optimizer: the optimizer whose parameters the loss is for, if the run has several; a list of optimizers
+                shares one backward pass.
 
         Returns:
-            Whether the step is done on this rank: parameters, buffers and schedulers are those of the next one. True
+            Whether the step is done on this rank: parameters, buffers and schedulers are those of the next step. True
             once a step on any number of ranks, so ``if run.step(loss): ema.update_parameters(model)`` is right on all.
-            With several optimizers it is the call after which each of them has had its loss; where one of them is left
-            out of a step, none, and the step is done at the end of the body.
+            With several optimizers, the call that gives the last of them its loss returns True; if one optimizer is
+            left out of a step, no call does, and the step is done at the end of the body.
 
         Raises:
             UsageError: outside of `train`, for a loss of a wrong type or shape, or for anything that would make the
                 result depend on the number of ranks.
-            NonFiniteError: for a loss or gradient that is not finite, if the run is to stop then.
+            NonFiniteError: for a loss or gradient that is not finite, if ``on_nan`` is ``stop`` or ``locate``.
             PeerLost: if another rank is gone.
         """
         return self._training.step(loss, data, count, loss_is, optimizer)
@@ -639,16 +652,16 @@ class Run:
     def evaluate(self, loader: TorchLoader) -> MicroBatches:
         """This rank's micro-batches of a data set of which each sample comes once, over all ranks. Collective.
 
-        Models and kept modules are in evaluation mode and gradients are off. At the end, `metrics` holds what was
-        measured, added to the means of the training before it.
+        Models and kept modules are in evaluation mode and gradients are off. At the end, the means of the measured
+        values are added to `metrics`, beside those of the training pass before.
 
-        Also in the body of `train`, once the step is done, but not under strategies with ranks that serve others: ``if
-        run.step(loss) and run.progress.step % 500 == 0:``. What is trained afterwards has the bits that it has without
-        the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
+        `evaluate` may be called in the body of `train`, too, once the step is done: ``if run.step(loss) and
+        run.progress.step % 500 == 0:``; not so under strategies with ranks that serve others. The training afterwards
+        has the same bits as without the evaluation. A run that is asked to stop meanwhile stops at the end of the body.
 
-        Each rank gets one block of the data, in the order of ranks: what each appends to a list and `gather` brings
-        together is in the data set's order, without ``shuffle``. Not so for an iterable data set. Its
-        length is this rank's number of micro-batches.
+        Each rank gets one block of the data, in the order of ranks: without ``shuffle``, results that each rank appends
+        to a list and `gather` brings together are in the data set's order, except for an iterable data set. The length
+        of the returned iterator is this rank's number of micro-batches.
 
         Raises:
             UsageError: in the middle of a step.
@@ -659,33 +672,35 @@ class Run:
     def measure(self, *, count: Count = None, **values: object) -> None:
         """Add to the means over all samples: one number per sample, or one number for the micro-batch. No waiting.
 
-        Inside `train` or `evaluate`; at their end `metrics` holds the means, the same bits for any number of ranks.
+        To be called inside `train` or `evaluate`; at their end `metrics` holds the means, the same bits for any number
+        of ranks.
 
         Args:
-            count: of how many items a value that is one number is the mean, such as tokens. None: of the samples.
-            values: by the names that they will have in `metrics`. ``loss`` is what `step` measures in `train`.
+            count: the number of items, such as tokens, of which a value that is one number is the mean. None: the
+                samples.
+            values: by their names in `metrics`. ``loss`` is taken in `train`, by the loss that `step` measures.
 
         Raises:
-            UsageError: outside of both, for a value that is no number, or a name that is taken.
+            UsageError: outside of `train` and `evaluate`, for a value that is no number, or a name that is taken.
         """
         self._context.metrics.measure(values, count)
 
     def log(self, **values: object) -> dict[str, object]:
-        """Write ``values`` and `metrics` to the run's record, and tell the user; the leader does, others return.
+        """Write ``values`` and `metrics` to the run's record, and tell the user; only the leader writes.
 
-        No collective: what it writes has been reduced. Also under ``if run.leads``. What several ranks log after a pass
-        is compared later, except under names of times and the like. Step and epoch are written by themselves. Epochs
-        are counted from 1, as on the screen: the number that `epochs` gave need not be named, and if it is, as in
-        ``run.log(epoch=epoch)``, the same epoch is written.
+        Not collective, since `metrics` are reduced already; so `log` may be called under ``if run.leads``. Values that
+        several ranks log after a pass are compared later, except under names of times and the like. Step and epoch are
+        always written. Epochs are counted from 1, as on the screen: the number that `epochs` gave need not be passed,
+        and if it is, as in ``run.log(epoch=epoch)``, the epoch counted from 1 is written.
 
         Returns:
-            What was written, on every rank.
+            ``values`` and `metrics` as written, on every rank.
         """
         epoch = self._context.position.epoch_number
         everything: dict[str, object] = {**values, **self.metrics} | values
         if everything.get("epoch") == epoch - 1:
             everything["epoch"] = epoch
-        # What stands in a turn before the pass that goes on runs again after a resume.
+        # After a resume, the code of a turn before the pass that goes on runs again, and must log nothing twice.
         if not (self._start.resumes_within_turn or self._context.metrics.in_replay):
             self._log.note_given(values, self.progress.step)
             if self._train_step.transcript is not None:
@@ -697,12 +712,12 @@ class Run:
         """Report the loss of this trial so far to the search, which may stop the trial. Collective.
 
         The loss is logged as ``reported``; outside of `lockstep.tune` nothing else happens. In a search the leader's
-        value is recorded and given to the stopping rule, and all ranks of the trial follow its decision in this call,
-        which takes about a millisecond. In a resumed trial the reports continue from those in its checkpoint.
+        value is recorded and given to the stopping rule, whose decision all ranks of the trial follow in this call,
+        which takes about a millisecond. In a resumed trial, reports continue after those in its checkpoint.
 
         Args:
-            loss: a number or a tensor with one element, which is minimised; the same on all ranks, as values of
-                `metrics` are.
+            loss: a number or a tensor with one element, to be minimised; the same on all ranks, like the values of
+                `metrics`.
 
         Raises:
             TrialStopped: on all ranks, if the search stops the trial; the objective need not catch it.
@@ -715,25 +730,27 @@ class Run:
     def state_dict(self, model: nn.Module) -> StateTree:
         """The whole ``model`` on the leader, whatever the strategy; an empty dict on other ranks. Collective.
 
-        Tensors are copies on the CPU, by the model's own names. Under ``local-sgd`` they are the mean over ranks.
+        Tensors are copies on the CPU, by the model's own names. Under ``local-sgd`` each tensor is the mean over ranks.
 
         Args:
-            model: what `model` returned, or a kept module; of an `AveragedModel` the model that it averages.
+            model: a model that `model` returned, or a kept module; for an `AveragedModel`, the averaged model is
+                returned.
 
         Raises:
-            UsageError: for another model, or in the middle of a step.
+            UsageError: for any other model, or in the middle of a step.
         """
         return self._whole.state_dict(model)
 
     def save(self, model: nn.Module, path: str | os.PathLike[str]) -> None:
         """Write the whole ``model`` to ``path``, whatever the strategy. Collective; the leader writes.
 
-        Into a ``.safetensors`` file, a ``.pt`` file, or a directory for ``from_pretrained``. What was there before is
-        replaced once all is written. Only for ``.pt`` the leader holds more than one whole tensor at a time.
+        ``path`` is a ``.safetensors`` file, a ``.pt`` file, or a directory for ``from_pretrained``. An older model at
+        ``path`` is replaced once the new one is written completely. Only for ``.pt`` does the leader hold more than one
+        whole tensor at a time.
 
         Args:
             model: as for `state_dict`.
-            path: of a file or directory; the leader's counts.
+            path: of a file or directory; only the leader's value is used.
 
         Raises:
             SettingError: if ``path`` cannot hold the model.
@@ -745,19 +762,19 @@ class Run:
     # ---- between ranks ------------------------------------------------------------------------------------------
 
     def sum(self, value: T) -> T:
-        """The sum of each rank's ``value``, a number or a tensor; that of truth values is a count. Collective."""
+        """The sum of all ranks' ``value``, a number or a tensor; the sum of truth values is a count. Collective."""
         return self._ranks.sum(value)
 
     def mean(self, value: T) -> T:
-        """The mean of each rank's ``value``, a number or a tensor; each rank counts once. Collective."""
+        """The mean of all ranks' ``value``, a number or a tensor; each rank counts once. Collective."""
         return self._ranks.mean(value)
 
     def gather(self, value: T) -> list[T]:
         """Each rank's ``value``, by rank; anything that can be pickled. Collective.
 
-        Where `step` has returned True, a list with a tensor of each micro-batch of the step comes in the order of the
-        micro-batches, one list after another, and without those of micro-batches that do not count: as from ranks with
-        neighbouring micro-batches each, under every strategy.
+        Where `step` has returned True, lists with a tensor for each micro-batch of the step are sorted by micro-batch,
+        and tensors of micro-batches that do not count are left out. So the lists, one after another, are in the order
+        of micro-batches under every strategy, as if each rank had neighbouring micro-batches.
         """
         return self._ranks.gather(value)
 
@@ -766,13 +783,13 @@ class Run:
         return self._ranks.broadcast(value)
 
     def barrier(self) -> None:
-        """Wait until all ranks have called it. Collective."""
+        """Wait until all ranks have called `barrier`. Collective."""
         self._ranks.barrier()
 
     def leader_first(self) -> AbstractContextManager[None]:
-        """The leader of each node runs the block first, the others when it is done; for downloads. Collective.
+        """The leader of each node runs the block first, the other ranks after it, as for downloads. Collective.
 
-        The others wait without a deadline, and outside of any collective.
+        The other ranks wait without a deadline, and outside of any collective.
         """
         return self._ranks.leader_first()
 
@@ -784,16 +801,16 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """`close`; after an error nothing is saved, no rank is waited for, and the error says more where it can."""
+        """`close`; after an error nothing is saved, no rank is waited for, and the error may get a note with advice."""
         self._shutdown.close(error)
 
     def close(self) -> None:
-        """Save what is not saved yet, wait for the last checkpoint, disconnect from the other ranks. Collective.
+        """Save the last step if unsaved, wait for the last checkpoint, disconnect from the other ranks. Collective.
 
         A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or
-        after an uncaught error as a ``with`` statement does.
+        after an uncaught error as by a ``with`` statement.
 
         Raises:
-            SystemExit: with code 74, on all ranks, if checkpoints were asked for and the last step is in none.
+            SystemExit: with code 74, on all ranks, if checkpoints were asked for and none holds the last step.
         """
         self._shutdown.close(None)

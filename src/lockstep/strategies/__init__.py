@@ -1,4 +1,4 @@
-"""How replicas are kept in step: a file for each way, in a folder with its parts if it has some.
+"""The strategies, which keep replicas in step: a file for each strategy, in a folder with its parts if any.
 
 Such as ``ddp``, or with options::
 
@@ -13,7 +13,7 @@ Such as ``ddp``, or with options::
     tensor_parallel/   layers divided among neighbours          pipelined/         pipeline
     not_whole/         parameters of which a rank holds a part or nothing
 
-`strategy_kinds` says which words and options there are; a strategy of another package needs nothing here.
+`strategy_kinds` defines names and options; a strategy of another package needs no entry in this package.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def open_strategy(spec: str, context: StrategyContext) -> Strategy:
     Collective.
 
     Raises:
-        SettingError: if there is no such strategy or option, or it cannot keep these ranks in step.
+        SettingError: if no such strategy or option exists, or the strategy cannot keep these ranks in step.
     """
     kind, options = read_strategy(spec)
     strategy: Strategy = importlib.import_module(kind.module).open_strategy(context, options)

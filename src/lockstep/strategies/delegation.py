@@ -1,4 +1,4 @@
-"""A strategy around another one, to which it leaves everything that it does not do itself.
+"""Strategies around another strategy, to which they leave all methods that they do not override.
 
 Zero ──► Ddp
 TensorParallel ──► FullySharded
@@ -14,7 +14,7 @@ from lockstep.strategies.strategy import Strategy
 
 
 class _Delegated:
-    """An attribute or a method that is the other strategy's, unless an instance sets it."""
+    """An attribute or method of the other strategy, unless an instance sets its own."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -24,12 +24,12 @@ class _Delegated:
 
 
 def _delegated() -> Any:
-    """A `_Delegated`, of whatever type it stands for."""
+    """A `_Delegated`, typed as the attribute in its place."""
     return _Delegated()
 
 
 class DelegatingStrategy(Strategy):
-    """A strategy that does, and is, what another one does and is, but for what its class overrides."""
+    """A strategy with the methods and attributes of another strategy, but for those that its class overrides."""
 
     @abstractmethod
     def delegate(self) -> Strategy:

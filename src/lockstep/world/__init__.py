@@ -1,4 +1,4 @@
-"""Which rank this process is, and the table of launchers that say so."""
+"""The rank of this process in its world, and the table of launchers that tell it."""
 
 from lockstep.world.launchers import LAUNCHERS, Environment, number_in
 from lockstep.world.world import World, leading_host

@@ -1,6 +1,6 @@
-"""The launchers that may have started this process: how each tells it its rank.
+"""The launchers that may have started this process, and the variables in which each tells the rank.
 
-The rows of `LAUNCHERS` are in order of precedence: a launcher that runs inside another one comes before it. ``mpirun``
+The rows of `LAUNCHERS` are in order of precedence: a launcher that runs inside another launcher comes first. ``mpirun``
 and ``torchrun`` may run inside a Slurm step, whose variables then count their helper processes; the other way round
 does not happen. ``RANK`` and ``WORLD_SIZE`` set by hand come last, and must not contradict a launcher.
 """
@@ -20,20 +20,20 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How one launcher tells a process which rank it is: each value is the first of its variables that is set."""
+    """The variables in which a launcher tells a process its rank: each value is the first variable that is set."""
 
     name: str
     known_by: str  #: for messages: what started the process
     present: Callable[[Environment], bool]
-    rank: Names = ()  #: none: the process is no rank, though a scheduler gave it resources
+    rank: Names = ()  #: empty: the process is no rank, though a scheduler gave it resources
     size: Names = ()
     local_rank: Names = ()
     local_size: Names = ()
     node_rank: Names = ()
     nodes: Names = ()
     generation: Names = ()
-    run_id: Names = ()  #: together they name the run, in words that are the same on all its ranks
-    leader: Names = ()  #: hold the leader's host: a node list, or an address to call back
+    run_id: Names = ()  #: together they name the run, with equal words on all its ranks
+    leader: Names = ()  #: give the leader's host: a node list, or an address to call back
     set_variable: str = "export {0}={1}"  #: how a user sets a variable for all ranks
 
 
@@ -42,7 +42,7 @@ def _all_of(*names: str) -> Callable[[Environment], bool]:
 
 
 def _in_slurm_step(env: Environment) -> bool:
-    """Whether ``srun`` started this process as one of several.
+    """Whether ``srun`` started this process as one of several tasks.
 
     A batch script sees ``SLURM_PROCID=0`` and ``SLURM_NTASKS=n`` too, but runs once; the step of one task under an
     interactive shell also stays one process, whatever the allocation could hold.
@@ -171,10 +171,10 @@ _BY_NAME = {launcher.name: launcher for launcher in LAUNCHERS}
 
 
 def find_launcher(env: Environment) -> Launcher:
-    """The row to read: the one that the user named, or the first one that is present and not contradicted.
+    """The launcher's row: named by the user, or the first row that is present and not contradicted.
 
     Raises:
-        WorldError: if there is no such row, or the environment contradicts it.
+        WorldError: if no such row exists, or the environment contradicts it.
     """
     if named := env.get(LAUNCHER, ""):
         if named not in _BY_NAME:
@@ -215,7 +215,7 @@ def rank_and_size(env: Environment, rank: Names, size: Names) -> tuple[int, int]
     """The rank and the number of ranks.
 
     Raises:
-        WorldError: if they are no such pair.
+        WorldError: if the two numbers are missing or contradict each other.
     """
     place, of = number_in(env, rank), number_in(env, size)
     if place is None or of is None or not 0 <= place < of:
@@ -227,15 +227,15 @@ def rank_and_size(env: Environment, rank: Names, size: Names) -> tuple[int, int]
 
 
 def first_set(env: Environment, names: Names) -> str | None:
-    """The first of these variables that is set; None if none is."""
+    """The value of the first of ``names`` that is set; None if none is."""
     return next((name for name in names if env.get(name, "") != ""), None)
 
 
 def number_in(env: Environment, names: Names) -> int | None:
-    """The first of these variables that is set, as a number; None if none is.
+    """The value of the first of ``names`` that is set, as a number; None if none is.
 
     Raises:
-        WorldError: if it is no whole number.
+        WorldError: if the value is no whole number.
     """
     name = first_set(env, names)
     if name is None:
@@ -247,5 +247,5 @@ def number_in(env: Environment, names: Names) -> int | None:
 
 
 def values_of(env: Environment, names: Names) -> str:
-    """These variables as they are set, for messages."""
+    """The set variables among ``names`` with their values, for messages."""
     return " ".join(f"{name}={env[name]}" for name in names if env.get(name, "") != "")

@@ -1,4 +1,4 @@
-"""Which rank this process is, no matter which launcher started it; the only reader of rank variables.
+"""The rank of this process in its world, under any launcher; the only reader of rank variables.
 
 lockstep run ─┐
 torchrun ─────┤
@@ -40,7 +40,7 @@ class _Run(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """One rank's place among all ranks.
+    """The place of a rank among all ranks.
 
     Raises:
         WorldError: if the numbers describe no rank of a world.
@@ -52,10 +52,10 @@ class World:
     local_size: int  #: ranks of this node
     node_rank: int
     nodes: int
-    generation: int = 0  #: how many worlds this run had before this one
+    generation: int = 0  #: number of worlds of this run before this one
     address: str = _HERE  #: host of the leader
-    port: int = 0  #: at which the ranks meet on that host; 0 if there is only one rank
-    launcher: str = "none"  #: the row of `LAUNCHERS` that this was read from
+    port: int = 0  #: at which the ranks meet on the leader's host; 0 for a single rank
+    launcher: str = "none"  #: the row of `LAUNCHERS` from which the world was read
     run_id: str = ""
     run_dir: str | None = None
 
@@ -81,14 +81,14 @@ class World:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank does what is to be done once on each node."""
+        """Whether this rank does the work that is done once on each node."""
         return self.local_rank == 0
 
     @classmethod
     def from_env(cls, env: Environment) -> World:
-        """The rank that the environment says this process is; a world of one rank if it names none.
+        """The place of this process that the environment describes; a world of one rank if it describes none.
 
-        Where a launcher does not say which node it is, consecutive ranks are assumed to share one.
+        If a launcher does not tell the node, consecutive ranks are assumed to share a node.
 
         Raises:
             WorldError: if the variables contradict each other, hold no usable numbers, or do not say where to meet.
@@ -134,7 +134,7 @@ class World:
         )
 
     def rank_variables(self) -> dict[str, str]:
-        """The variables that torchrun would set for this rank; `from_env` reads the same `World` from them."""
+        """The variables that torchrun would set for this rank, from which `from_env` reads an equal `World`."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -155,7 +155,7 @@ class World:
 
 
 def _tasks_here(env: Environment, names: Names, node_rank: int) -> int | None:
-    """Ranks of this node, where Slurm writes those of all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
+    """The number of ranks on this node, from Slurm's list for all nodes: ``2(x3),1`` is 2, 2, 2, 1."""
     name = first_set(env, names)
     if name is None:
         return None
@@ -194,7 +194,7 @@ def _port(env: Environment, launcher: Launcher, size: int) -> int:
     if size == 1:
         return 0
     if launcher.run_id and (job := _job(env, launcher)):
-        # Every rank must compute the same number without asking another one, and two jobs on a node different ones.
+        # Every rank must compute the same number without asking another rank, and two jobs on a node different numbers.
         return job_port(job)
     raise WorldError(
         f"{launcher.known_by} started {size} ranks but does not say at which port they meet; "
@@ -203,10 +203,10 @@ def _port(env: Environment, launcher: Launcher, size: int) -> int:
 
 
 def leading_host(hosts: str) -> str:
-    """The first host of a Slurm node list, ``n[01-03,7]`` is ``n01``, or that of a ``tcp://`` address.
+    """The first host of a Slurm node list (of ``n[01-03,7]``, ``n01``), or the host of a ``tcp://`` address.
 
     Raises:
-        WorldError: if it is neither.
+        WorldError: if ``hosts`` is neither.
     """
     _, scheme, rest = hosts.partition("tcp://")
     if scheme:

@@ -1,4 +1,4 @@
-"""The loader of a data set with an index, and its two sources: tensors in memory, and samples read one by one."""
+"""The loader of a data set with an index, and its two sources: tensors in memory, and samples read singly."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from lockstep.errors import DataError
 
 
 class BatchSource(Protocol):
-    """Where micro-batches come from."""
+    """A source of micro-batches."""
 
     data_loader: TorchLoader
 
     def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
-        """Each micro-batch of the pass; one pass at a time, which begins when the first one is asked for."""
+        """Each micro-batch of the pass, which begins when the first micro-batch is asked for; one pass at a time."""
 
     def look(self, indices: list[int]) -> int:
         """A checksum of the samples at ``indices``. Ends an open pass."""
 
     def is_outdated(self, *, ahead: bool) -> bool:
-        """As `MicroBatchLoader.is_outdated`, of the pass that `read` has begun."""
+        """See `MicroBatchLoader.is_outdated`, for the pass that `read` has begun."""
 
     def close(self) -> None:
-        """No loader process runs afterwards. May be called twice."""
+        """End all loader processes. May be called twice."""
 
 
 class IndexedLoader(MicroBatchLoader):
-    """The micro-batches that a sampler says, with what a source holds."""
+    """The loader of the micro-batches that a sampler selects, with the data of a source."""
 
     def __init__(self, sampler: MicroBatchSampler, source: BatchSource) -> None:
         self._sampler = sampler
@@ -56,7 +56,7 @@ class IndexedLoader(MicroBatchLoader):
     def draw(self, epoch: int) -> str | None:
         digest = self._sampler.order.draw(epoch)
         if len(self._sampler.steps(epoch)) != self._sampler.steps_per_epoch:
-            self.steps_per_epoch = None  # each epoch has its own number
+            self.steps_per_epoch = None  # epochs have different numbers of steps
         return digest
 
     @override
@@ -108,7 +108,7 @@ class IndexedLoader(MicroBatchLoader):
 
 
 class TensorSource(BatchSource):
-    """Tensors in memory: one gather for each micro-batch and tensor, and a few microseconds."""
+    """A source of tensors in memory: one gather for each micro-batch and tensor, which takes a few microseconds."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class TensorSource(BatchSource):
         self._columns = columns = self._columns_now()
         order = self._sampler.order
         indices = order.indices(selected.epoch)
-        # One that is stored at once; of one that is computed each part.
+        # A stored order is arranged at once; a computed order part by part.
         rows = columns.arranged(indices) if isinstance(indices, Tensor | range) else None
         for position in selected.positions():
             part = order.rows(selected.steps, position)
@@ -160,7 +160,7 @@ class TensorSource(BatchSource):
         return DatasetMarks(self._dataset).differ_from(self._marks)
 
     def _columns_now(self) -> TensorColumns:
-        """Those that it has, or others that the script has put into it since the last pass."""
+        """The columns of the data set, which the script may have replaced since the last pass."""
         before, self._marks = self._marks, DatasetMarks(self._dataset)
         if not self._marks.differ_from(before):
             return self._columns
@@ -177,7 +177,7 @@ class TensorSource(BatchSource):
 
 
 class SampleSource(BatchSource):
-    """A data set that is read sample by sample, here or in loader processes that live on."""
+    """A data set that is read sample by sample, in this process or in loader processes that live on."""
 
     def __init__(
         self,
@@ -208,16 +208,17 @@ class SampleSource(BatchSource):
                 persistent_workers=persistent,
             )
 
-        # Two, as the iterator of one with persistent workers starts over when the script iterates it by itself.
+        # Two loaders, since the iterator of a loader with persistent workers starts over if the script iterates that
+        # loader.
         self.data_loader = loader(for_script, persistent=False, begins_late=True)
         self._own_loader = loader(sampler, persistent=workers.count > 0, begins_late=False)
         self._dataset = dataset
-        self._marks: DatasetMarks | None = None  # of the data set that the loader processes have copies of
+        self._marks: DatasetMarks | None = None  # of the data set when the loader processes copied it
 
     @override
     def read(self, selected: LoaderPass) -> Iterator[MicroBatch]:
         if self._reads_here:
-            # What `DataLoader` does around each micro-batch costs more than reading it.
+            # The work of `DataLoader` around each micro-batch costs more than reading it.
             samples, collate = self._samples, self._collate
             for position, picks in self._sampler.picks_of(selected):
                 yield MicroBatch(position, collate(samples.__getitems__(picks)))
@@ -243,7 +244,7 @@ class SampleSource(BatchSource):
         return DatasetMarks(self._dataset).differ_from(self._marks)
 
     def _from_processes(self) -> Iterator[Data]:
-        """What loader processes give for the picks of the sampler."""
+        """The batches of loader processes for the picks of the sampler."""
         marks = DatasetMarks(self._dataset)
         if self._marks is not None and marks.differ_from(self._marks):
             end_passes(self._own_loader)

@@ -1,4 +1,4 @@
-"""Data sets with an index: each micro-batch is read under generators seeded for it, in a loader process or here."""
+"""Data sets with an index: each micro-batch is read with generators seeded for it, in any process."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from lockstep.data.seen_samples import SeenBatch, checksum
 from lockstep.errors import DataError
 from lockstep.seeding import drawn_states, seed_generators, seed_of, seeded_generators
 
-#: What travels to a loader process for each micro-batch: the seed of what it draws, and its samples. A process that
-#: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed: of samples to be compared,
-#: checksums are returned.
+#: The message to a loader process for each micro-batch: the seed of its random numbers, and its samples. A process that
+#: lives longer than an epoch and reads ahead needs to know nothing else. Without a seed, checksums of the samples are
+#: returned, to be compared.
 Picks = tuple[int | None, list[int]]
 
-_LOOK_SEED: Final = seed_of("look")  # of what a sample draws while it is looked at
+_LOOK_SEED: Final = seed_of("look")  # of random numbers for a sample that is read for its checksum
 
 
 class LoaderPass(NamedTuple):
-    """This rank's micro-batches of one pass: of which epoch, and where they stand."""
+    """This rank's micro-batches of a pass: the epoch, its steps and the positions."""
 
     epoch: int
     steps: EpochSteps
@@ -46,7 +46,7 @@ class LoaderPass(NamedTuple):
 
 
 class MicroBatchSampler(Sampler[Picks]):
-    """The batch sampler of a rank: its micro-batches of one pass, of epoch 0's until another one is selected."""
+    """The batch sampler of a rank: its micro-batches of the selected pass, at first epoch 0."""
 
     def __init__(self, plan: BatchPlan, rank: int, order: Order, seed: int, *, drop_last: bool) -> None:
         self.plan = plan
@@ -58,7 +58,7 @@ class MicroBatchSampler(Sampler[Picks]):
         self.length = first.samples  #: of epoch 0
         self.steps_per_epoch = len(first)  #: of epoch 0
         self.selected = self.of_epoch(0, 0, padding="none")
-        self.few: list[int] = []  #: samples that are to be looked at, in the place of the selected ones
+        self.few: list[int] = []  #: samples whose checksums are wanted, in the place of the selected pass
 
     def steps(self, epoch: int) -> EpochSteps:
         """The steps of ``epoch``."""
@@ -81,13 +81,13 @@ class MicroBatchSampler(Sampler[Picks]):
         return LoaderPass(0, steps, partial(evaluation_positions, steps, self.rank, padding=padding))
 
     def micro_batches(self, epoch: int, first_step: int, *, padding: Padding) -> int:
-        """How many `of_epoch` selects."""
+        """The number of micro-batches that `of_epoch` selects."""
         steps = self.steps(epoch)
         rest = (steps.micro_batches_of(step) for step in range(first_step, len(steps)))
         return count_of_steps(self.plan, self.rank, rest, padding)
 
     def micro_batches_of_evaluation(self, *, padding: Padding) -> int:
-        """How many `of_evaluation` selects."""
+        """The number of micro-batches that `of_evaluation` selects."""
         return count_of_evaluation(self.plan, self.rank, self.steps(0).micro_batches, padding)
 
     def __iter__(self) -> Iterator[Picks]:
@@ -97,7 +97,7 @@ class MicroBatchSampler(Sampler[Picks]):
         return (picks for _, picks in self.picks_of(self.selected))
 
     def picks_of(self, selected: LoaderPass) -> Iterator[tuple[MicroBatchPosition, Picks]]:
-        """The micro-batches of a pass: where each stands, and what is read for it."""
+        """The micro-batches of a pass, each with its position and the samples to be read."""
         order, epoch = self.order, selected.epoch
         found = order.indices(epoch)
         # A part of an array takes a fifth of the time of a part of a tensor.
@@ -106,22 +106,22 @@ class MicroBatchSampler(Sampler[Picks]):
             rows = order.rows(selected.steps, position)
             part = indices[rows]
             picked: list[int] = list(part) if isinstance(part, range) else part.tolist()
-            # By its first sample: what a micro-batch draws does not depend on where in the order it stands. One that
-            # may come again in the same epoch is to draw something else then.
+            # Seeded by the first sample, so random numbers of a micro-batch do not depend on its place in the order. A
+            # micro-batch that may come again in the same epoch must draw other numbers then.
             mark = ("at", rows.start) if order.may_repeat else (picked[0],)
             yield position, (seed_of(self.seed, "samples", epoch, *mark), picked)
 
 
 class ScriptSampler(Sampler[Picks]):
-    """What a loop of the script's own over a loader reads, of epoch 0.
+    """The sampler of a loop of the script's own over a loader, which reads epoch 0.
 
-    In a pass of `Run.train` or `Run.evaluate` this rank's micro-batches, as that hands them out. Elsewhere all of them,
-    alike on all ranks, as for the statistics of a data set.
+    In a pass of `Run.train` or `Run.evaluate`, such a loop reads this rank's micro-batches; elsewhere all
+    micro-batches, equally on all ranks, as for the statistics of a data set.
     """
 
     def __init__(self, own: MicroBatchSampler, *, drop_last: bool, in_pass: Callable[[], bool]) -> None:
         alone = replace(own.plan, world_size=1, in_turn=1)
-        self._own = copy(own)  # which stays at epoch 0
+        self._own = copy(own)  # the copy stays at epoch 0
         self._all = MicroBatchSampler(alone, 0, own.order, own.seed, drop_last=drop_last)
         self._in_pass = in_pass
 
@@ -130,16 +130,16 @@ class ScriptSampler(Sampler[Picks]):
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's data set, read under generators that depend on (seed, epoch, micro-batch) and on nothing else.
+    """The user's data set, read with generators whose seeds depend only on (seed, epoch, micro-batch).
 
-    By itself it is the data set unchanged: same length, same samples. Only micro-batches are seeded, each once:
-    seeding for each sample cost more than reading it from memory. So what a data set draws for a sample
-    does not depend on ranks or on loader processes, but it does on ``micro_batch``, as BatchNorm and dropout do.
+    Length and single samples are those of the user's data set. Only micro-batches are seeded, each once, since seeding
+    for each sample cost more than reading it from memory. So random numbers for a sample do not depend on ranks or on
+    loader processes, but do depend on ``micro_batch``, as BatchNorm and dropout do.
     """
 
     def __init__(self, dataset: UserDataset, take: Callable[[list[int]], Data] | None = None) -> None:
         self.dataset = dataset
-        self.take = take  #: for data in memory: the whole micro-batch at once, nothing random in it
+        self.take = take  #: for data in memory: reads the whole micro-batch at once, without random numbers
         self.at_once = _fetches_at_once(dataset)
 
     def __len__(self) -> int:
@@ -159,17 +159,17 @@ class SeededDataset(Dataset[Any]):
         return self._samples(indices)
 
     def _looked_at(self, indices: list[int]) -> list[Sample]:
-        """The samples at ``indices``, where a second look at them draws random numbers as the first one did.
+        """The samples at ``indices``; checks that reading a sample again draws random numbers again.
 
         Raises:
-            DataError: if the data set keeps what it has drawn.
+            DataError: if the data set caches random results.
         """
         samples, drawn = [], [drawn_states()]
         for index in indices:
             samples.append(self.dataset[index])
             drawn.append(drawn_states())
         drew = [index for index, before, after in zip(indices, drawn, drawn[1:], strict=False) if before != after]
-        if len(drew) > 1:  # one may have drawn what the data set needs once, for all samples
+        if len(drew) > 1:  # a single sample may have drawn numbers that the data set needs once, for all samples
             for index in indices:
                 self.dataset[index]
             if drawn_states() == drawn[-1]:
@@ -188,6 +188,6 @@ class SeededDataset(Dataset[Any]):
 
 
 def _fetches_at_once(dataset: UserDataset) -> bool:
-    while type(dataset) is Subset:  # it has __getitems__ itself, but only hands it on
+    while type(dataset) is Subset:  # a Subset has __getitems__, but may only call the inner data set's
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))

@@ -1,12 +1,12 @@
-"""Where the order of an epoch comes from: a permutation, or what the user's sampler, batch sampler or function gives.
+"""The order of an epoch's samples: a permutation, or given by the user's sampler, batch sampler or function.
 
     epoch, seed ──► shuffle                     a permutation, or 0 1 2 ...; a very long one is computed, not stored
                     sampler, order=function     any indices: some of them, repeated ones   ──► steps of equal size
                     batch_sampler               batches of indices                         ──► each is one step
 
-Every rank draws the whole order by itself, under generators that are seeded for the epoch, those which a sampler holds
-among them. So it is the same on all ranks and after a resume, if it depends on nothing else: what a sampler remembers
-from one pass to the next is found by asking it twice, and ranks compare digests.
+Every rank draws the whole order itself, with generators that are seeded for the epoch, including generators that a
+sampler holds. So the order is equal on all ranks and after a resume, if it depends on nothing else: a sampler that
+remembers values from one pass to the next is found by asking it twice, and ranks compare digests.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from lockstep.seeding import seed_of, seeded_generators
 OrderFunction = Callable[[int, torch.Generator], Iterable[Any]]
 """``(epoch, generator)`` -> indices of samples: any, in any order, repeated ones too."""
 Length = Callable[[], int]
-"""How many samples the data set holds now: the script may change it between two epochs."""
+"""Gives the present number of samples of the data set, which the script may change between two epochs."""
 
 _GENERATORS: Final = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-#: More are refused: as Python's numbers they would take some 40 GB on each rank.
+#: More indices are refused: as Python's numbers these would take some 40 GB on each rank.
 _MOST_INDICES: Final = 1_000_000_000
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WAY_OUT: Final = (
@@ -48,48 +48,48 @@ _WAY_OUT: Final = (
 
 #: Samples of the longest epoch whose permutation is stored, torch's own: 128 MiB on each rank.
 LONGEST_STORED: Final = 2**24
-#: Of the permutations that are computed.
+#: Rounds of a computed permutation.
 _ROUNDS: Final = 8
 _U64 = np.uint64
 
 
 class Indices(Protocol):
-    """Indices of samples that are read part by part: a tensor, a range, or what is computed as it is read."""
+    """Indices of samples that are read part by part: a tensor, a range, or indices computed as they are read."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of indices."""
 
     def __getitem__(self, places: slice, /) -> Tensor | range:
-        """Those at ``places``: int64 on the CPU, or a range."""
+        """The indices at ``places``: int64 on the CPU, or a range."""
 
 
 class Order(Protocol):
-    """Which samples an epoch visits, in which order and in which steps: the same on every rank, and on any world."""
+    """The order of an epoch's samples and its division into steps: equal on every rank and for any world size."""
 
     largest_batch: int | None  #: samples of the largest step of epoch 0, where each step is a batch; else None
     may_repeat: bool  #: whether one epoch may hold a sample several times
 
     def draw(self, epoch: int) -> str | None:
-        """A pass over ``epoch`` begins: the digest of its order; None for one that cannot differ between ranks."""
+        """Draw the order of ``epoch``, as a pass begins; its digest, or None for an order that cannot differ."""
 
     def indices(self, epoch: int) -> Indices:
         """The order of ``epoch``: int64 on the CPU, or a range where it is sequential."""
 
     def few(self, epoch: int) -> list[int]:
-        """Indices of some samples that ``epoch`` visits, the same in every epoch where it visits all.
+        """Indices of some samples that ``epoch`` visits, the same in every epoch if each visits all samples.
 
-        None of shards, which are read from beginning to end.
+        Empty for shards, which are read from beginning to end.
         """
 
     def steps(self, epoch: int, plan: BatchPlan, *, drop_last: bool) -> EpochSteps:
-        """How that order is divided into steps."""
+        """The division of the order of ``epoch`` into steps."""
 
     def rows(self, steps: EpochSteps, position: MicroBatchPosition) -> slice:
-        """Which part of `indices` the micro-batch at ``position`` holds, of an epoch of ``steps``."""
+        """The part of `indices` that the micro-batch at ``position`` holds, in an epoch of ``steps``."""
 
 
 class ShuffledOrder(Order):
-    """A permutation of the whole data set, another one each epoch; or its own order."""
+    """The order of the data set itself, or another permutation of the whole data set in each epoch."""
 
     largest_batch: int | None = None
     may_repeat = False
@@ -135,7 +135,7 @@ class ShuffledOrder(Order):
 
 class _Drawn(NamedTuple):
     indices: Tensor
-    batch_sizes: tuple[int, ...] | None = None  # where each batch is a step
+    batch_sizes: tuple[int, ...] | None = None  # if each batch is a step
 
     @property
     def digest(self) -> str:
@@ -145,16 +145,16 @@ class _Drawn(NamedTuple):
 
 
 class SampledOrder(Order):
-    """What the user's code gives for an epoch; asked for epoch 0 twice when it is made, and once for each pass.
+    """The order that the user's code gives, asked twice for epoch 0 at construction, and once for each pass.
 
     Args:
-        name: of what gives it, for messages.
+        name: of the sampler or function, for messages.
         give: the order of an epoch, a list of indices or of batches; the global generators are seeded for it.
         seed: of the run.
 
     Raises:
-        UsageError: if it gives epoch 0 twice and not alike.
-        DataError: if what it gives is no order.
+        UsageError: if the two orders of epoch 0 differ.
+        DataError: if the user's code gives no valid order.
     """
 
     may_repeat = True
@@ -217,8 +217,8 @@ def order_of_sampler(sampler: UserSampler, length: Length, seed: int) -> Order:
     """The order of ``sampler``, any iterable of indices, for a data set of ``length``.
 
     Raises:
-        UsageError: for one that divides samples among ranks, or does not give the same order again.
-        DataError: if what it gives are no indices of the data set.
+        UsageError: for a sampler that divides samples among ranks, or does not give the same order again.
+        DataError: if the sampler gives anything but indices of the data set.
     """
     name = f"sampler={type(sampler).__name__}"
     _refuse_divided(name, sampler)
@@ -252,7 +252,7 @@ def order_of_batch_sampler(sampler: UserSampler, length: Length, seed: int) -> O
 
 
 def order_of_function(function: OrderFunction, length: Length, seed: int) -> Order:
-    """What ``function(epoch, generator)`` gives, any indices.
+    """The order that ``function(epoch, generator)`` gives, any indices.
 
     Raises:
         UsageError, DataError: as `order_of_sampler`.
@@ -268,7 +268,7 @@ def order_of_function(function: OrderFunction, length: Length, seed: int) -> Ord
 
 
 def _few_of(indices: Tensor | range) -> list[int]:
-    """The first, the middle and the last: a split that is drawn again at random hardly ever has the same three."""
+    """The first, middle and last index, which are hardly ever the same three in two random splits."""
     length = len(indices)
     return [int(indices[place]) for place in dict.fromkeys((0, length // 2, length - 1))] if length else []
 
@@ -288,7 +288,7 @@ def _batches_of(name: str, sampler: UserSampler) -> Iterator[object]:
 
 
 def _indices_of(name: str, given: object, length: int) -> Tensor:
-    """``given`` as int64 within the data set; counted from the end where negative, as a list does."""
+    """``given`` as int64 indices within the data set; negative indices count from the end, as in a list."""
     items = given.tolist() if isinstance(given, np.ndarray) else given
     if not (isinstance(items, Tensor) and items.dim() == 1 and items.dtype in _WHOLE):
         if (named := operator.length_hint(items)) > _MOST_INDICES:
@@ -297,7 +297,7 @@ def _indices_of(name: str, given: object, length: int) -> Tensor:
                 "fewer, such as num_samples=100_000 of a RandomSampler, or order=, a function of (epoch, generator) "
                 "that returns the indices of one epoch; run.steps(...) says how long the training is"
             )
-        # Outside of what is caught: an error of the user's own code is not ours to explain.
+        # Outside of the try block, since an error of the user's own code is not ours to explain.
         items = list(items) if hasattr(items, "__iter__") else [items]
         try:
             items = torch.tensor(list(map(operator.index, items)))
@@ -316,11 +316,11 @@ def _indices_of(name: str, given: object, length: int) -> Tensor:
 
 
 def _begin_epoch(sampler: UserSampler, epoch: int, seed: int) -> None:
-    """Tell it the epoch, and seed every generator that it holds."""
+    """Tell ``sampler`` the epoch, and seed every generator that it holds."""
     generators = 0
     for part in _parts_of(sampler):
         if isinstance(part, _GENERATORS):
-            # Several draw different numbers; a single one draws what the global one would.
+            # Several generators draw different numbers; a single generator draws the numbers of the global one.
             _seed(part, seed_of(seed, "order", epoch, *([generators] if generators else [])))
             generators += 1
         elif callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -341,7 +341,7 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def _parts_of(sampler: UserSampler) -> Iterator[object]:
-    """``sampler``, the samplers that it asks in its turn, and the generators that they hold; each once, in order."""
+    """``sampler``, the samplers inside it, and the generators that these samplers hold; each once, in order."""
     seen: set[int] = set()
     waiting = [sampler]
     while waiting:
@@ -383,10 +383,10 @@ def _refuse_divided(name: str, sampler: UserSampler) -> None:
 
 
 class ComputedPermutation:
-    """A permutation of ``range(length)`` that depends on ``seed``, the same on every machine.
+    """A permutation of ``range(length)`` that depends on ``seed``, equal on every machine.
 
-    It is computed where it is looked at, and so takes no memory that grows with its length. About 0.06 ms for each part
-    that is looked at, and 0.1 us for each place in it.
+    The permutation is computed as it is read, and so takes no memory that grows with its length. Reading takes about
+    0.06 ms for each part, and 0.1 us for each place in the part.
 
         place ──► (left, right), with left < a, right < b and a * b just over the length
                     left  += mix(right, key 0)  (mod a)
@@ -396,8 +396,8 @@ class ComputedPermutation:
 
     A Feistel network over pairs of digits, walked along its cycles: J. Black and P. Rogaway, "Ciphers with Arbitrary
     Finite Domains", CT-RSA 2002, their third method. The numbers are mixed by the finalizer of SplitMix64: G. Steele,
-    D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, table 3. It is for shuffling,
-    not for secrecy.
+    D. Lea and C. Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, table 3. The permutation is for
+    shuffling, not for secrecy.
 
     Raises:
         ValueError: for a length below 1.
@@ -415,11 +415,12 @@ class ComputedPermutation:
         return self._length
 
     def __getitem__(self, places: slice) -> Tensor:
-        """What stands at ``places``: int64 on the CPU, one-dimensional."""
+        """The values at ``places``: int64 on the CPU, one-dimensional."""
         found = np.arange(*places.indices(self._length), dtype=_U64)
         self._walk(found)
         outside = np.flatnonzero(found >= self._length)
-        # Few: a * b is within two roots of the length. Each comes back in the end, as its cycle began within.
+        # Few places: a * b - length is at most about two square roots of the length. Each place comes back, since its
+        # cycle began within.
         while len(outside):
             walked = found[outside]
             self._walk(walked)
@@ -428,7 +429,7 @@ class ComputedPermutation:
         return torch.from_numpy(found.astype(np.int64))
 
     def _walk(self, places: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-        """One step along their cycles in ``a * b``, in place."""
+        """Move ``places`` one step along their cycles in ``a * b``, in place."""
         left, right = np.divmod(places, _U64(self._right))
         for number, key in enumerate(self._keys):
             if number % 2:
@@ -442,7 +443,7 @@ class ComputedPermutation:
 def _mixed(
     values: np.ndarray[tuple[int], np.dtype[np.uint64]], key: np.uint64
 ) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    """64 bits for each of ``values`` under ``key``; products wrap, as they should."""
+    """64 mixed bits for each of ``values`` with ``key``; products wrap on purpose."""
     mixed = values * _U64(0x9E3779B97F4A7C15) ^ key
     mixed = (mixed ^ mixed >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ mixed >> _U64(27)) * _U64(0x94D049BB133111EB)

@@ -1,9 +1,9 @@
-"""The division of an epoch's order into steps and micro-batches: pure functions, no rank number in what they hold.
+"""The division of an epoch's order into steps and micro-batches, whose samples depend on no rank; pure functions.
 
     order of epoch 3      | 7 2 9 0 4 1 | 8 5 3 6 |        global_batch 6, micro_batch 2
     step                  |      0      |    1    |
     micro-batch           | 0    1    2 | 0     1 |        the last step is short, not padded
-    rank of 3, training   | 0    1    2 | 1     2 |        rank 0 has none there: it may compute a padding micro-batch
+    rank of 3, training   | 0    1    2 | 1     2 |        rank 0 has none in step 1, or a padding micro-batch
     rank of 3, evaluation | 0    1    1 | 2     2 |        no step to finish together: one block of the pass each
 
 The batches of a batch sampler are steps of any size, each divided as the short one here.
@@ -23,15 +23,15 @@ from lockstep.formatting import plural
 from lockstep.seeding import seed_of
 
 UserDataset = Any
-"""Of the user: samples by index (``__getitem__`` and ``__len__``), or one after another (``__iter__``)."""
+"""A data set of the user's: samples by index (``__getitem__`` and ``__len__``), or in turn (``__iter__``)."""
 Sample = Any
-"""What a data set gives."""
+"""A sample of a data set."""
 UserSampler = Any
-"""Of the user: gives indices, or lists of them, and may have generators and ``set_epoch``."""
+"""A sampler of the user's: gives indices, or lists of indices, and may have generators and ``set_epoch``."""
 Data = Any
-"""What the loop hands out for a micro-batch: collated samples, such as ``(images, labels)``."""
+"""The data of a micro-batch in the loop: collated samples, such as ``(images, labels)``."""
 TorchLoader = DataLoader[Any]
-"""What `Run.loader` returns."""
+"""The type of the result of `Run.loader`."""
 
 Padding = Literal["none", "one", "even"]
 """Whether a rank computes padding: micro-batches of weight zero, so that every rank joins the same collectives. None;
@@ -40,7 +40,7 @@ step."""
 
 
 class MicroBatch(NamedTuple):
-    """The samples of one forward and backward pass, and where in the step they stand."""
+    """The samples of one forward and backward pass, and their position in the step."""
 
     position: MicroBatchPosition
     data: Data
@@ -48,31 +48,31 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditedSteps:
-    """Which steps of a run are audited: one in so many, whatever pass it is in."""
+    """The audited steps of a run: one in ``every`` steps, counted over all passes."""
 
     every: int
     done: int  #: steps of the run before the pass
     seed: int
 
     def draw(self, step: int) -> int | None:
-        """What ``step``, counted from the pass's first one, draws its micro-batches by; None: it is not audited."""
+        """The seed for the choice of audited micro-batches in ``step``, counted in the pass; None: no audit."""
         number = self.done + step + 1
         return None if number % self.every else seed_of(self.seed, "audit", number)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedSteps:
-    """Which steps of a pass are checked, see `StepCheck`; a step is counted from the pass's first one here."""
+    """The checked steps of a pass, see `StepCheck`; steps are counted from the first step read in the pass."""
 
-    first: int = 0  #: so many at the pass's beginning
-    every: int = 0  #: and then one in so many; 0: none
-    replays: bool = True  #: whether a micro-batch of each is replayed
-    of_others: bool = False  #: whether each second one replays another rank's micro-batch
-    audits: AuditedSteps | None = None  #: which are audited instead
-    after: int = 0  #: steps of the pass that came before the first one here
+    first: int = 0  #: number of checked steps at the pass's beginning
+    every: int = 0  #: then one in this number of steps; 0: none
+    replays: bool = True  #: whether a micro-batch of each checked step is replayed
+    of_others: bool = False  #: whether each second checked step replays another rank's micro-batch
+    audits: AuditedSteps | None = None  #: steps that are audited instead
+    after: int = 0  #: steps of the pass before the first step read
 
     def later(self, steps: int) -> CheckedSteps:
-        """The same steps, counted from one that comes so many steps later in the pass."""
+        """The same checked steps, counted from a step that comes ``steps`` steps later in the pass."""
         audits = self.audits and replace(self.audits, done=self.audits.done + steps)
         return replace(self, after=self.after + steps, audits=audits)
 
@@ -81,7 +81,7 @@ class CheckedSteps:
         return step < self.first or (self.every > 0 and step > 0 and step % self.every == 0)
 
     def is_second(self, step: int) -> bool:
-        """Whether the checked ``step`` is one of each second, which replay in another way."""
+        """Whether the checked ``step`` is every second one, which replays in another way."""
         step += self.after
         return (step if step < self.first else self.first + step // self.every) % 2 == 1
 
@@ -96,13 +96,14 @@ def checked(
     comes_next: bool = False,
     of_other: MicroBatchPosition | None = None,
 ) -> list[MicroBatchPosition]:
-    """A rank's ``positions`` of one step that is checked; with ``replays``, its first micro-batch once more.
+    """A rank's ``positions`` of a checked step; with ``replays``, the rank's first micro-batch comes twice.
 
-    The replay comes just before the last one: all bodies but one lie between the two, and no update does. With
-    ``comes_next`` it comes next to the first, which finds what is as before after so many bodies. A single micro-batch
-    is replayed twice before it. A rank that computes padding alone replays that: forward passes may be collective.
+    The replay comes just before the last micro-batch: all bodies but one lie between first computation and replay, and
+    no update does. With ``comes_next`` the replay comes next to the first computation, which finds state that returns
+    to its earlier value after several bodies. A single micro-batch is replayed twice before it is computed. A rank with
+    only padding replays the padding, since forward passes may be collective.
 
-    With ``of_other``, the first micro-batch of another rank, that one is replayed before the last one, once.
+    With ``of_other``, the first micro-batch of another rank, this micro-batch is replayed before the last one, once.
     """
     marked = [replace(position, check=StepCheck.STEP) for position in positions]
     if not replays or not positions:
@@ -119,7 +120,7 @@ def checked(
 
 
 def _of_next_rank(plan: BatchPlan, rank: int, samples: int) -> MicroBatchPosition | None:
-    """A replay of the first micro-batch of the next rank that has one; None on all ranks, if only one has some."""
+    """A replay of the next rank's first micro-batch; None on all ranks if only one rank has micro-batches."""
     runs = [plan.run(each, plan.micro_batches_of(samples)) for each in range(plan.world_size)]
     following = [run for run in (*runs[rank + 1 :], *runs[:rank]) if run]
     if sum(map(bool, runs)) < 2:
@@ -130,9 +131,10 @@ def _of_next_rank(plan: BatchPlan, rank: int, samples: int) -> MicroBatchPositio
 def _audited(
     positions: Sequence[MicroBatchPosition], plan: BatchPlan, rank: int, samples: int, drawn: int
 ) -> list[MicroBatchPosition]:
-    """A rank's ``positions`` of one step that is audited: one that was ``drawn`` of each rank, another one replays.
+    """A rank's ``positions`` of an audited step: a micro-batch of each rank, ``drawn``, is replayed by another.
 
-    Its replay comes just before the last one. A rank that has none audits, too: forward passes may be collective.
+    The replay comes just before the last micro-batch. A rank without micro-batches also audits, since forward passes
+    may be collective.
     """
     runs = {each: plan.run(each, plan.micro_batches_of(samples)) for each in range(plan.world_size)}
     chosen = {each: run[drawn % len(run)] for each, run in runs.items() if run}
@@ -145,7 +147,7 @@ def _audited(
     ]
     ranks, turn = [*chosen], drawn // plan.micro_batches
     owner = ranks[turn % len(ranks)]
-    if rank in chosen:  # from itself, if it is alone, to the one before it
+    if rank in chosen:  # from the next rank to the rank before this one; a single rank from itself
         owner = ranks[(ranks.index(rank) + 1 + turn % max(1, len(ranks) - 1)) % len(ranks)]
     check = StepCheck.REPLAY if owner == rank else StepCheck.OTHER_RANKS
     replay = replace(plan.position(0, samples, chosen[owner], last=False), check=check, audited=True)
@@ -153,7 +155,10 @@ def _audited(
 
 
 def audited_alone(positions: Sequence[MicroBatchPosition], drawn: int) -> list[MicroBatchPosition]:
-    """The same where other ranks cannot read what this one has read: it computes one of its own three times."""
+    """A rank's ``positions`` of an audited step of a stream, which other ranks cannot read again.
+
+    The rank computes one of its own micro-batches three times.
+    """
     marked = [replace(position, audited=True) for position in positions]
     own = [number for number, position in enumerate(marked) if not position.is_padding] or [0]
     number = own[drawn % len(own)]
@@ -165,7 +170,7 @@ def audited_alone(positions: Sequence[MicroBatchPosition], drawn: int) -> list[M
 def epoch_positions(
     steps: EpochSteps, rank: int, *, first_step: int, padding: Padding, checks: CheckedSteps = NO_CHECKS
 ) -> Iterator[MicroBatchPosition]:
-    """This rank's micro-batches of one epoch from ``first_step`` on, in the order it computes them.
+    """This rank's micro-batches of an epoch from ``first_step`` on, in the order of their computation.
 
     Raises:
         DataError: if the epoch has fewer than ``first_step`` steps.
@@ -179,7 +184,7 @@ def epoch_positions(
         )
     size, positions = 0, list[MicroBatchPosition]()
     for step in range(first_step, len(steps)):
-        if (samples := steps.step_samples(step)) != size:  # of most steps it is the same
+        if (samples := steps.step_samples(step)) != size:  # most steps have equal size
             size, positions = samples, list(_step_positions(steps.plan, rank, samples, padding))
         this = positions
         drawn = None if checks.audits is None else checks.audits.draw(step - first_step)
@@ -194,7 +199,7 @@ def epoch_positions(
 
 
 def _step_positions(plan: BatchPlan, rank: int, samples: int, padding: Padding) -> Iterator[MicroBatchPosition]:
-    """This rank's run of the micro-batches of a step of ``samples``, the epoch's first, after its padding."""
+    """This rank's run of the micro-batches of step 0, of ``samples``, after the rank's padding."""
     of = plan.micro_batches_of(samples)
     run = plan.run(rank, of)
     before = padding_of(plan, len(run), of, padding)
@@ -204,10 +209,10 @@ def _step_positions(plan: BatchPlan, rank: int, samples: int, padding: Padding) 
 
 
 def evaluation_positions(steps: EpochSteps, rank: int, *, padding: Padding) -> Iterator[MicroBatchPosition]:
-    """This rank's block of the epoch's micro-batches, those of all steps end to end.
+    """This rank's block of the epoch's micro-batches, where the micro-batches of all steps are laid end to end.
 
-    The blocks of all ranks, one after another, are the whole pass in its order, also where some are empty. Padding is
-    as in a step that holds all these micro-batches.
+    The blocks of all ranks, one after another, are the whole pass in its order, also if some blocks are empty. Padding
+    is as in a step that holds all micro-batches of the pass.
     """
     plan, of = steps.plan, steps.micro_batches
     block = plan.block(rank, of)
@@ -219,19 +224,19 @@ def evaluation_positions(steps: EpochSteps, rank: int, *, padding: Padding) -> I
 
 
 def padding_of(plan: BatchPlan, own: int, micro_batches: int, padding: Padding) -> int:
-    """How many padding micro-batches a rank with ``own`` computes in a step of so many, before its own."""
+    """The number of padding micro-batches of a rank with ``own`` micro-batches in a step of ``micro_batches``."""
     if padding == "even":
         return -(-micro_batches // plan.world_size) - own
     return int(padding == "one" and not own and micro_batches > 0)
 
 
 def count_of_evaluation(plan: BatchPlan, rank: int, micro_batches: int, padding: Padding) -> int:
-    """How many ``rank`` computes in an evaluation of so many micro-batches, its padding among them."""
+    """The micro-batches that ``rank`` computes in an evaluation of ``micro_batches``, including its padding."""
     own = len(plan.block(rank, micro_batches))
     return own + padding_of(plan, own, micro_batches, padding)
 
 
 def count_of_steps(plan: BatchPlan, rank: int, micro_batches: Iterable[int], padding: Padding) -> int:
-    """How many ``rank`` computes in steps that hold so many each, its padding among them."""
+    """The micro-batches that ``rank`` computes in steps that hold ``micro_batches`` each, including its padding."""
     runs = ((len(plan.run(rank, of)), of) for of in micro_batches)
     return sum(own + padding_of(plan, own, of, padding) for own, of in runs)

@@ -1,7 +1,7 @@
-"""Data sets that lie in memory as tensors: whole micro-batches by index, with no sample taken apart and put together.
+"""Data sets in memory as tensors: whole micro-batches by index, without collating single samples.
 
-Nothing is drawn at random here, so nothing is seeded; and since a gather of one micro-batch takes microseconds, no
-loader process would help.
+No random numbers are drawn, so nothing is seeded; and since a gather of one micro-batch takes microseconds, no loader
+process would help.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lockstep.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns:
-    """Equally long tensors; sample ``i`` is row ``rows[i]`` of each, or row ``i`` where ``rows`` is None."""
+    """Tensors of equal length; sample ``i`` is row ``rows[i]`` of each, or row ``i`` if ``rows`` is None."""
 
     tensors: tuple[Tensor, ...]
     rows: Tensor | None
@@ -30,7 +30,7 @@ class TensorColumns:
         return len(self.tensors[0]) if self.rows is None else len(self.rows)
 
     def arranged(self, order: Tensor | range) -> Tensor | range:
-        """The rows in ``order``, on the tensors' device: once an epoch, so that a micro-batch is one gather."""
+        """The rows in ``order``, on the tensors' device; called once an epoch, so that a micro-batch is one gather."""
         if isinstance(order, range) and self.rows is None:
             return order
         rows = self.rows if isinstance(order, range) else order if self.rows is None else self.rows[order]
@@ -38,10 +38,10 @@ class TensorColumns:
         return rows.to(self.tensors[0].device)
 
     def take(self, rows: Tensor | range) -> Data:
-        """Copies of ``rows``, a part of what `arranged` gave.
+        """Copies of ``rows``, a part of the result of `arranged`.
 
-        Copies even of neighbouring rows: the loop may change its batch in place without changing the data set, and
-        memory always begins at an allocator's boundary, as some kernels round differently on unaligned memory.
+        Neighbouring rows are copied, too: the loop may change its batch in place without changing the data set, and
+        memory always begins at an allocator's boundary, since some kernels round differently on unaligned memory.
         """
         if isinstance(rows, range):
             return self.build([t[rows.start : rows.stop].clone() for t in self.tensors])
@@ -49,15 +49,16 @@ class TensorColumns:
 
 
 def columns_of(dataset: UserDataset) -> TensorColumns | None:
-    """``dataset`` as columns, or None if it has to be asked for its samples one by one.
+    """``dataset`` as columns, or None if its samples have to be read singly.
 
-    Columns are: a `TensorDataset`, a `Subset` of one (also nested), a tensor, a tuple or a dict of tensors, and a list
-    of tensors that differ in shape or type (if they do not, it may as well be a list of samples, and is refused).
+    Columns are: a `TensorDataset`, a `Subset` of a `TensorDataset` (also nested), a tensor, a tuple or a dict of
+    tensors, and a list of tensors that differ in shape or type (a list of equal shapes and types may be a list of
+    samples, and is refused).
 
     Raises:
         DataError: for tensors that differ in length, or a tuple or dict in which only some items are tensors.
     """
-    # A class of its own may well override __getitem__, for example to augment: only the plain ones are known.
+    # A subclass may override __getitem__, for example to augment: only the plain classes are accepted.
     if type(dataset) is TensorDataset:
         return _columns(dataset.tensors, list)
     if type(dataset) is Subset:

@@ -6,8 +6,8 @@
     micro-batch 2        2       6   |     10           14   |       18
     micro-batch 3          3       7 |        11           15|                 the last step holds 3 micro-batches
 
-Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: what `stride` gives from its own source, or
-what one pass over the whole stream leaves after the others' samples are dropped.
+Micro-batch m of step s holds the samples ``s * global_batch + m + M * i``: read by `stride` from its own source, or by
+one pass over the whole stream, with the others' samples dropped.
 
 How many samples there are is known at the end only, so the ranks tell each other what they found: see `agreed_steps`.
 
@@ -57,13 +57,13 @@ _ALONE = {
 
 
 class StreamStep(NamedTuple):
-    """What one rank found for its run of a full step's micro-batches."""
+    """The samples that a rank found for its run of a full step's micro-batches."""
 
-    counts: list[int]  #: samples of each
-    batches: list[Data]  #: the data of those that hold any
-    heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if known here
+    counts: list[int]  #: samples of each micro-batch
+    batches: list[Data]  #: the data of micro-batches that hold samples
+    heads: list[Data]  #: in a step too short for all ranks, each sample as a micro-batch, if this rank has read them
     mark: int  #: a checksum of the step's first sample, for a stream that all ranks read; else 0
-    lengths: Sequence[tuple[int, int]] = ()  #: of shards that came to their end: their numbers, and all their samples
+    lengths: Sequence[tuple[int, int]] = ()  #: number and samples of each shard that came to its end
 
     @classmethod
     def of_parts(cls, parts: Sequence[StreamStep]) -> StreamStep:
@@ -72,33 +72,33 @@ class StreamStep(NamedTuple):
             return parts[0]
         places = [(number % len(parts), number // len(parts)) for number in range(sum(len(p.counts) for p in parts))]
         counts = [parts[part].counts[within] for part, within in places]
-        batches = [iter(part.batches) for part in parts]  # of those micro-batches that hold samples
+        batches = [iter(part.batches) for part in parts]  # of micro-batches that hold samples
         found = [next(batches[part]) for (part, _), count in zip(places, counts, strict=True) if count]
         return cls(counts, found, [], 0, [length for part in parts for length in part.lengths])
 
 
 class Reader(Protocol):
-    """One rank's way to its samples."""
+    """A rank's access to its samples of a stream."""
 
     def most_parts(self) -> int:
-        """Into how many it can be divided."""
+        """The number of parts into which the reader can be divided."""
 
     def part(self, number: int, parts: int) -> Reader:
-        """One that reads every ``parts``-th micro-batch of the run, from the ``number``-th on."""
+        """A reader of every ``parts``-th micro-batch of the run, from the ``number``-th on."""
 
     def nothing(self) -> StreamStep:
-        """What is found after the end."""
+        """The step that is found after the end."""
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
-        """From ``first_step`` on, up to and with the first step that is known here not to be full."""
+        """The steps from ``first_step`` on, including the first step that this rank knows not to be full."""
 
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
-        """Micro-batches ``indices`` of a step that holds one sample in each."""
+        """Micro-batches ``indices`` of a ``step`` that holds one sample in each micro-batch."""
 
 
 @dataclass(frozen=True)
 class StreamShare:
-    """What one rank is to read of a stream."""
+    """A rank's share of a stream."""
 
     dataset: UserDataset
     plan: BatchPlan
@@ -109,33 +109,33 @@ class StreamShare:
 
     @classmethod
     def of(cls, dataset: UserDataset, plan: BatchPlan, rank: int, seed: int, collate: CollateFunction) -> StreamShare:
-        """With ``collate`` under generators that depend on (seed, epoch, step, micro-batch) and on nothing else.
+        """The share of ``rank``; ``collate`` runs with generators seeded by seed, epoch, step and micro-batch only.
 
-        A rank collates several micro-batches one after another, of which another rank may do each by itself.
+        A rank collates several micro-batches in turn, which several ranks may collate in another run.
         """
         return cls(dataset, plan, rank, plan.run(rank), seed, partial(_collate, collate, seed))
 
 
 class StridedReader(Reader):
-    """Reads only this rank's samples, by the data set's own ``stride(start, step)``. A resume skips at no cost."""
+    """Reads only this rank's samples, by the data set's ``stride(start, step)``. A resume skips without cost."""
 
     def __init__(self, share: StreamShare) -> None:
         self._share = share
 
     def most_parts(self) -> int:
-        """Each micro-batch of the run has a stride of its own."""
+        """The number of micro-batches of the run: each has a stride of its own."""
         return len(self._share.run)
 
     def part(self, number: int, parts: int) -> Reader:
-        """With the strides of these micro-batches."""
+        """A reader with the strides of this part's micro-batches."""
         return StridedReader(replace(self._share, run=self._share.run[number::parts]))
 
     def nothing(self) -> StreamStep:
-        """No sample for any of the micro-batches."""
+        """A step without a sample for any micro-batch."""
         return _nothing(self._share.run)
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
-        """One open stride for each micro-batch of the run."""
+        """See `Reader.steps`; keeps one open stride for each micro-batch of the run."""
         with single_process_view():
             tell_epoch(self._share.dataset, epoch)
             streams = [self._open(epoch, first_step, m) for m in self._share.run]
@@ -155,7 +155,7 @@ class StridedReader(Reader):
                 return
 
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
-        """Opens the stride of each once more, in this process."""
+        """See `Reader.heads`; opens the stride of each micro-batch again, in this process."""
         with single_process_view():
             tell_epoch(self._share.dataset, epoch)
             firsts = [self._next(self._open(epoch, step, m), epoch, step, m)[:1] for m in indices]
@@ -164,8 +164,9 @@ class StridedReader(Reader):
     def _open(self, epoch: int, step: int, index: int) -> Iterator[Sample]:
         """The stride of micro-batch ``index``, from ``step`` on.
 
-        A generator function begins when its first sample is read. What it draws then, such as an order, is to be the
-        same for all strides of an epoch, so a sample is read here: the one before, where there is one.
+        A generator function begins when its first sample is read. Its random numbers, such as for an order, must be the
+        same for all strides of an epoch, so a sample is read at once: the sample before ``step``, if any, else the
+        first.
         """
         plan, before = self._share.plan, min(step, 1)
         start = step * plan.global_batch + index - before * plan.micro_batches
@@ -175,31 +176,31 @@ class StridedReader(Reader):
         return stream if before else chain(read, stream)
 
     def _next(self, stream: Iterator[Sample], epoch: int, step: int, index: int) -> list[Sample]:
-        """The samples of a micro-batch, seeded once: whichever rank reads it reads all of it."""
+        """The samples of a micro-batch, seeded once, since the rank that reads a micro-batch reads all of it."""
         seed_generators(seed_of(self._share.seed, "samples", epoch, step, index))
         return list(islice(stream, self._share.plan.micro_batch))
 
 
 class OnePassReader(Reader):
-    """Reads the whole stream on every rank and keeps what its run holds. A resume reads what it skips.
+    """Reads the whole stream on every rank and keeps the run's samples. A resume reads all samples that it skips.
 
     Args:
         share: of this rank.
-        first_step: of the epoch, that the stream begins with.
+        first_step: the step of the epoch with which the stream begins.
     """
 
     def __init__(self, share: StreamShare, first_step: int = 0) -> None:
         self._share = share
         self._first_step = first_step
         self._marks = DatasetMarks(share.dataset)
-        self._began = False  # whether a pass has begun, which shows how the data set begins
+        self._began = False  # whether a first pass has begun, which shows whether reading changes the data set
 
     def most_parts(self) -> int:
         """One: every rank reads the whole stream."""
         return 1
 
     def part(self, number: int, parts: int) -> Reader:
-        """Itself."""
+        """The reader itself."""
         return self
 
     def nothing(self) -> StreamStep:
@@ -207,7 +208,7 @@ class OnePassReader(Reader):
         return _nothing(self._share.run)
 
     def steps(self, epoch: int, first_step: int) -> Iterator[StreamStep]:
-        """One pass from the beginning of the stream."""
+        """See `Reader.steps`; reads in one pass from the beginning of the stream."""
         with single_process_view():
             stream = self._open(epoch, first_step)
         for step in count(first_step):
@@ -215,7 +216,7 @@ class OnePassReader(Reader):
                 found, samples = self._find(stream, epoch, step)
                 if not self._began and DatasetMarks(self._share.dataset).differ_from(self._marks):
                     self._require_equal_passes(epoch)
-                    stream = self._open(epoch, step + 1)  # as the data set may have one place for all its passes
+                    stream = self._open(epoch, step + 1)  # since all passes may share one place in the data set
             self._began = True
             yield found
             if samples < self._share.plan.global_batch:
@@ -225,8 +226,8 @@ class OnePassReader(Reader):
         """The stream, from ``first_step`` on."""
         tell_epoch(self._share.dataset, epoch)
         self._marks = DatasetMarks(self._share.dataset)
-        # Also what the data set draws while it begins, or for samples of other ranks, such as the shuffling of a
-        # buffer, must be drawn alike on every rank: so each step is seeded, also those that are skipped.
+        # Random numbers that the data set draws at its beginning, or for samples of other ranks, as a shuffle buffer
+        # does, must be equal on every rank, too: so each step is seeded, also skipped ones.
         seed_generators(seed_of(self._share.seed, "stream", epoch))
         stream: Iterator[Sample] = iter(self._share.dataset)
         for step in range(self._first_step, first_step):
@@ -235,10 +236,10 @@ class OnePassReader(Reader):
         return stream
 
     def _require_equal_passes(self, epoch: int) -> None:
-        """Check that the data set, of which reading has changed something, begins alike each time.
+        """Check that the data set, which reading has changed, begins with the same samples each time.
 
         Raises:
-            DataError: if it does not.
+            DataError: if not.
         """
         dataset = self._share.dataset
         beginnings = []
@@ -255,7 +256,7 @@ class OnePassReader(Reader):
             )
 
     def _next(self, stream: Iterator[Sample], epoch: int, step: int) -> Iterator[Sample]:
-        """The samples of a step, seeded once: every rank reads all of them."""
+        """The samples of a step, seeded once, since every rank reads all samples."""
         seed_generators(seed_of(self._share.seed, "samples", epoch, step))
         return islice(stream, self._share.plan.global_batch)
 
@@ -263,7 +264,7 @@ class OnePassReader(Reader):
         """The next step of ``stream``, and how many samples it holds over all ranks."""
         m = self._share.plan.micro_batches
         groups: list[list[Sample]] = [[] for _ in self._share.run]
-        first: list[Sample] = []  # one sample of each micro-batch: all there are, in a step too short for the ranks
+        first: list[Sample] = []  # one sample of each micro-batch: all samples, in a step too short for the ranks
         samples = 0
         for sample in self._next(stream, epoch, step):
             index = samples % m
@@ -272,7 +273,7 @@ class OnePassReader(Reader):
             if index in self._share.run:
                 groups[self._share.run.index(index)].append(sample)
             samples += 1
-        mark = checksum(first[:1])  # before the user's function, which may change what it is given
+        mark = checksum(first[:1])  # before the user's function, which may change the samples
         short = first if samples < m or not self._share.run else []
         heads = [self._share.collate([sample], epoch, step, index) for index, sample in enumerate(short)]
         batches = [
@@ -283,15 +284,15 @@ class OnePassReader(Reader):
         return StreamStep([len(group) for group in groups], batches, heads, mark), samples
 
     def heads(self, epoch: int, step: int, found: StreamStep, indices: Sequence[int]) -> list[Data]:
-        """Every rank has seen them all."""
+        """See `Reader.heads`; every rank has read them."""
         return [found.heads[m] for m in indices]
 
 
 class Batches(IterableDataset[Any]):
-    """Micro-batches of epoch 0, one by one: what a loop of the script's own over a loader of a stream reads.
+    """Micro-batches of epoch 0, one by one, for a loop of the script's own over a loader of a stream.
 
-    In a pass of `Run.train` or `Run.evaluate` this rank's, as ``own`` reads them; elsewhere all, as ``alone`` does. The
-    micro-batches of a last step that is too short for all ranks stay where they were found.
+    In a pass of `Run.train` or `Run.evaluate`, these are this rank's, read by ``own``; elsewhere all, read by
+    ``alone``. The micro-batches of a last step that is too short for all ranks stay on the ranks that found them.
     """
 
     def __init__(self, dataset: UserDataset, own: Reader, alone: Reader, in_pass: Callable[[], bool]) -> None:
@@ -306,9 +307,10 @@ class Batches(IterableDataset[Any]):
 
 
 class Steps(IterableDataset[StreamStep]):
-    """What this rank finds, step by step, for loader processes to read ahead.
+    """The steps that this rank finds, for loader processes to read ahead.
 
-    Of several each finds its part of every step; after its last one, nothing, so that they stay in turn.
+    Each of several processes finds its part of every step; after the last step it gives empty steps, so that the
+    processes stay in turn.
     """
 
     def __init__(self, reader: Reader, epoch: int, first_step: int) -> None:
@@ -328,7 +330,7 @@ def _nothing(run: range) -> StreamStep:
 
 
 def sizes_of(plan: BatchPlan, samples: int) -> list[int]:
-    """Samples of each micro-batch, empty ones too, in a step of ``samples`` of a stream."""
+    """The number of samples of each micro-batch, also of empty ones, in a step of ``samples`` of a stream."""
     m = plan.micro_batches
     return [len(range(index, samples, m)) for index in range(m)]
 
@@ -339,7 +341,7 @@ def _collate(collate: CollateFunction, seed: int, samples: list[Sample], epoch: 
 
 
 def refuse_unequal(plan: BatchPlan) -> None:
-    """A stream is divided by stride, which gives every micro-batch of a full step as many samples.
+    """Check that every micro-batch of a full step has equally many samples, as division by stride needs.
 
     Raises:
         DataError: if ``micro_batch`` does not divide ``global_batch``.

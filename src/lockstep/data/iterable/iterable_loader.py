@@ -1,4 +1,4 @@
-"""The loader of an iterable data set: read here, or ahead of time in loader processes."""
+"""The loader of an iterable data set, read in this process, or ahead of time in loader processes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lockstep.errors import DataError
 
 
 class IterableLoader(MicroBatchLoader):
-    """Loader of an iterable. Its loader processes live for one part of a pass."""
+    """The loader of an iterable data set. Its loader processes live for one part of a pass."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class IterableLoader(MicroBatchLoader):
     ) -> Iterator[MicroBatch]:
         self._close_pass()
         found = {} if found is None else found
-        # Without what the pass has found of the shards so far, all before the step is read again.
+        # If the places found in the shards are not known, all samples before the step are read again.
         step = first_step if begin_pass(found) or not self._division.needs_found else 0
         ended = [end for end in found["ends"] if end <= step]
         while True:
@@ -139,7 +139,7 @@ class IterableLoader(MicroBatchLoader):
         end_passes(self.data_loader)
 
     def _begin(self, reader: Reader, epoch: int, step: int) -> Iterator[StreamStep]:
-        """What ``reader`` finds for each step from ``step`` on, without end; read ahead from now on."""
+        """The endless steps of ``reader`` from ``step`` on, read ahead from now on."""
         workers = replace(self._workers, count=min(self._workers.count, reader.most_parts()))
         self._pass = self._open(Steps(reader, epoch, step), workers)
         return self._whole_steps(iter(self._pass), max(1, workers.count))
@@ -154,8 +154,8 @@ class IterableLoader(MicroBatchLoader):
         sizes = [size for size in sizes_of(self.plan, samples) if size]
         run = self.plan.run(self._rank, len(sizes))
         before = padding_of(self.plan, len(run), len(sizes), padding)
-        # With micro-batches missing the runs move, and the few samples there are may have been found on other ranks.
-        # So they do where this rank holds no micro-batch of a full step, in an evaluation.
+        # In a step with fewer micro-batches, the runs of ranks move, and other ranks may have found this rank's
+        # samples. So it is for the padding of a rank without a micro-batch of a full step, in an evaluation.
         if len(sizes) < self.plan.micro_batches or not found.batches:
             indices = [len(sizes) - 1] * before + [*run]
             data = reader.heads(epoch, step, found, indices)
@@ -196,7 +196,7 @@ class IterableLoader(MicroBatchLoader):
 
 
 def _checked(batches: Iterable[MicroBatch], checks: CheckedSteps, step: int, *, alone: bool) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, which may be checked; one that is replayed is copied before the script gets it."""
+    """The micro-batches of a step, perhaps a checked one; for a replay, data is copied before the script gets it."""
     drawn = None if checks.audits is None else checks.audits.draw(step)
     if drawn is None and step not in checks:
         yield from batches
@@ -211,15 +211,15 @@ def _checked(batches: Iterable[MicroBatch], checks: CheckedSteps, step: int, *, 
         positions = audited_alone(positions, drawn)
     try:
         copies = [deepcopy(data[position.index]) for position in positions if position.is_replay]
-    except (TypeError, ValueError, RuntimeError):  # of what cannot be copied
+    except (TypeError, ValueError, RuntimeError):  # data cannot be copied
         positions = [position for position in positions if not position.is_replay]
     for position in positions:
         yield MicroBatch(position, copies.pop() if position.is_replay else data[position.index])
 
 
 def _length_if_known(dataset: UserDataset) -> int | None:
-    """The length that a stream says it has, if it says one."""
+    """The length of a stream by ``len``; None if the stream has none."""
     try:
         return len(dataset) if isinstance(dataset, Sized) else None
-    except (TypeError, NotImplementedError):  # such as a chain of streams of which one does not know
+    except (TypeError, NotImplementedError):  # such as a chain of streams of which one has no length
         return None

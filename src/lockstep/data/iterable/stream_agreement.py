@@ -1,10 +1,10 @@
-"""How ranks that read a stream agree on what each step holds: many steps at a time, ahead of the first of them.
+"""The agreement of ranks that read a stream on the samples of each step, for many steps ahead at a time.
 
     blocks of steps        | 0 | 1 2 | 3 4 5 6 | 7 8 9 10 11 12 13 14 | ...   up to 32 steps, or 16 MiB on a rank
     the ranks compare      ^   ^     ^         ^                              what they found for the block that begins
-    and read meanwhile      1 2  3..6   7..14                                 the next one, some steps for each
+    and read meanwhile      1 2  3..6   7..14                                 the next block, some steps for each
 
-One gather of pickled numbers costs about 3 ms on two ranks: more than many a step.
+One gather of pickled numbers costs about 3 ms on two ranks, more than many steps.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lockstep.errors import DataError
 #: Collective: each rank gives its numbers, and gets those of every rank, in the order of ranks.
 Agree = Callable[[list[int]], list[list[int]]]
 
-#: Of each rank: the mark of its step, and the samples of its micro-batches there.
+#: Of each rank: the mark of its step, and the numbers of samples of its micro-batches in the step.
 RanksFound = list[tuple[int, list[int]]]
 
 _SMALL_OBJECT: Final = 64  # bytes
 _MOST_STEPS: Final = 32
-_MOST_BYTES: Final = 16 * 2**20  # of a block on one rank; what loader processes have read lies in /dev/shm
+_MOST_BYTES: Final = 16 * 2**20  # of a block on one rank; samples read by loader processes lie in /dev/shm
 
 
 def agreed_steps(
@@ -40,20 +40,20 @@ def agreed_steps(
     samples_of: Callable[[int, RanksFound], int],
     note_length: Callable[[int, int], None],
 ) -> Iterator[tuple[StreamStep, int]]:
-    """Each step as this rank ``found`` it, with its samples over all ranks, up to the first that is not full.
+    """Each step that this rank ``found``, with its samples over all ranks, up to the first step that is not full.
 
-    All ranks go through it alike. A block is read while the one before it is computed, so nobody waits for all of it
-    at once. Collective, once for each block.
+    All ranks must read the whole iterator. A block is read while the block before is computed, so no rank waits for a
+    whole block at once. Collective, once for each block.
 
     Args:
-        found: what this rank finds from ``first_step`` on, without end: steps of no samples after the last.
+        found: the steps that this rank finds from ``first_step`` on, without end: steps without samples after the last.
         agree: tells the other ranks.
         first_step: of the pass, within the epoch.
         full: samples of a full step.
-        samples_of: how many a step holds over all ranks, of its number and what each rank found; it raises what is
-            wrong with them.
-        note_length: is called for each shard whose end a rank has seen, with its number and all its samples; on every
-            rank alike.
+        samples_of: gives the samples of a step over all ranks, from its number and the findings of each rank; raises an
+            error for wrong findings.
+        note_length: is called on every rank for each shard whose end some rank has seen, with the shard's number and
+            its number of samples.
     """
     step, block = first_step, [next(found)]
     while True:
@@ -75,7 +75,7 @@ def agreed_steps(
 
 
 class _Told(NamedTuple):
-    """What one rank says of a block."""
+    """The findings of a rank for a block."""
 
     next_size: int
     lengths: list[tuple[int, int]]
@@ -97,21 +97,21 @@ def _numbers_of(block: list[StreamStep]) -> list[int]:
 
 
 def _next_size(block: list[StreamStep]) -> int:
-    """How many steps this rank could hold of the next block."""
+    """The number of steps of the next block that this rank could hold."""
     of_step = max(sum(map(bytes_of, each.batches)) for each in block)
     return max(1, min(2 * len(block), _MOST_STEPS, _MOST_BYTES // max(1, of_step)))
 
 
 def samples_of_dealt_step(plan: BatchPlan, step: int, ranks: RanksFound) -> int:
-    """All samples of a full step; 0 where a micro-batch is missing: the deal ended before this step."""
+    """The samples of a full step; 0 if a micro-batch is missing, which means that the deal ended before the step."""
     return plan.global_batch if all(count == plan.micro_batch for _, counts in ranks for count in counts) else 0
 
 
 def samples_of_stream_step(plan: BatchPlan, name: str, epoch: int, step: int, ranks: RanksFound) -> int:
-    """Samples of a step over all ranks, if all found what belongs to them.
+    """The samples of a step over all ranks, after a check that ranks read the same stream.
 
     Raises:
-        DataError: for a step that the ranks find in different streams; for a stream of nothing.
+        DataError: if ranks read different streams, or the stream is empty.
     """
     found = {
         index: count
@@ -141,7 +141,7 @@ def samples_of_stream_step(plan: BatchPlan, name: str, epoch: int, step: int, ra
 
 
 def bytes_of(data: Data) -> int:
-    """About how much memory ``data`` takes: its tensors, arrays and texts, and those in its nests and data classes."""
+    """The approximate bytes of ``data``: of tensors, arrays and texts, also in containers and data classes."""
     match data:
         case torch.Tensor() | np.ndarray():
             return int(data.nbytes)

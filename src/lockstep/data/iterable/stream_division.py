@@ -1,4 +1,4 @@
-"""How an epoch of a stream is divided among ranks: one reader after another, each for some of its steps.
+"""The division of a stream's epoch among ranks: one reader after another, each for some of the steps.
 
 WholeStream     one reader: every rank reads it all, or strides through it
 DealtStream     one for each deal of shards, and one that reads the rest on every rank; a shard of a deal is read from
@@ -36,33 +36,33 @@ from lockstep.errors import DataError
 from lockstep.formatting import plural
 from lockstep.seeding import seed_generators, seed_of
 
-_LOOKED_AT: Final = 8  # samples of a shard that tell whether ranks read the same
+_LOOKED_AT: Final = 8  # samples of a shard by which ranks compare what they read
 
 
 class StreamPart(NamedTuple):
-    """Steps of an epoch that one reader finds, from some step on."""
+    """The part of an epoch's steps that one reader finds."""
 
     reader: Reader
-    samples_of: Callable[[int, RanksFound], int]  #: of a step, of what each rank found there
+    samples_of: Callable[[int, RanksFound], int]  #: of a step, from its number and the findings of each rank
     ends_epoch: bool  #: whether the first step that is not full is the last
 
 
 class StreamDivision(Protocol):
-    """How an epoch is read."""
+    """The division of an epoch among readers."""
 
-    note: str | None  #: what the user is told, where several ranks read the same
-    reader: Reader  #: of the whole epoch, on this rank by itself
-    needs_found: bool  #: whether a step can be found only with what was found of the shards before it
+    note: str | None  #: a line for the user, if several ranks read the same samples
+    reader: Reader  #: of the whole epoch, on this rank alone
+    needs_found: bool  #: whether finding a step needs the places found in the shards before it
 
     def part(self, epoch: int, ended: Sequence[int], found: ShardsFound) -> StreamPart:
-        """What is read after the parts that ``ended`` before these steps."""
+        """The part that is read after the parts that ``ended`` before these steps."""
 
     def digest(self, epoch: int) -> str | None:
-        """Of what the order of ``epoch`` depends on, for ranks to compare; None if they compare what they read."""
+        """A digest of the order of ``epoch``, for ranks to compare; None if ranks compare samples instead."""
 
 
 class WholeStream(StreamDivision):
-    """One reader for all."""
+    """The division with a single reader for the whole epoch."""
 
     needs_found = False
 
@@ -82,7 +82,7 @@ class WholeStream(StreamDivision):
 
 
 class DealtStream(StreamDivision):
-    """Shards are dealt, in another order each epoch."""
+    """The division by shards, which are dealt in another order in each epoch."""
 
     note = None
     needs_found = True
@@ -105,7 +105,7 @@ class DealtStream(StreamDivision):
 
     @override
     def digest(self, epoch: int) -> str | None:
-        """Of the shards, and of the first samples of one of them: what shuffles without a seed gives others."""
+        """A digest of the shards and of the first samples, which differ if a stream shuffles without a seed."""
         of = epoch, self._shards.stream.num_shards
         if self._digest is None or self._digest[0] != of:
             self._digest = of, self._looked_at(epoch)
@@ -130,14 +130,15 @@ class DealtStream(StreamDivision):
 
 
 def division_of(share: StreamShare, *, shuffle: bool | None) -> StreamDivision:
-    """How the data set of ``share`` is read: by its shards if it has enough of them, else whole.
+    """The division of the data set of ``share``: by shards if the data set has enough shards, else whole.
 
     Args:
         share: of this rank.
-        shuffle: False, if the samples are to come in the order of the data set; True, if they are not.
+        shuffle: False for the order of the data set; True for another order of shards in each epoch; None: by the
+            shards.
 
     Raises:
-        DataError: if it is to be shuffled and has too few shards.
+        DataError: if ``shuffle`` is true and the data set has too few shards.
     """
     stream = shard_stream_of(share.dataset)
     places, name = share.plan.micro_batches, type(share.dataset).__name__
@@ -166,7 +167,7 @@ def division_of(share: StreamShare, *, shuffle: bool | None) -> StreamDivision:
 
 
 class _Pieces(IterableDataset[Sample]):
-    """Pieces of shards, one after another; without any, all shards in their order."""
+    """The samples of pieces of shards, one after another; without pieces, of all shards in order."""
 
     def __init__(self, shards: SeededShards, pieces: Sequence[Piece] | None = None) -> None:
         self._shards = shards
@@ -174,7 +175,7 @@ class _Pieces(IterableDataset[Sample]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """What is read next is of ``epoch``."""
+        """Read the samples of ``epoch`` from now on."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Sample]:
@@ -184,7 +185,7 @@ class _Pieces(IterableDataset[Sample]):
 
 
 def _is_bare(dataset: UserDataset) -> bool:
-    """Whether it cannot be iterated by itself."""
+    """Whether ``dataset`` has no ``__iter__``."""
     return not hasattr(dataset, "__iter__")
 
 

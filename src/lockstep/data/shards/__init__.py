@@ -1,4 +1,4 @@
-"""Data sets that lie in shards, such as tar files: each is read from one end to the other.
+"""Data sets in shards, such as tar files: each shard is read from beginning to end.
 
 sharded_dataset                  shards of known length: the order of an epoch
 shard_streams                    shards of unknown length, read as streams

@@ -1,12 +1,12 @@
-"""Streams that can be read shard by shard, of which nobody knows how many samples they hold.
+"""Streams that can be read shard by shard, with shards of unknown length.
 
     num_shards, read_shard(shard, start)    a class of the user's
     datasets.IterableDataset                its own shards: files, in most cases
     webdataset.WebDataset                   its tar files
 
-Of the packages' streams only those are taken apart whose samples are then the same: not one that takes the first
-thousand samples, numbers them, or is divided among ranks already. They are told by the names of their parts, which are
-not public: what is not known, such as a stage of the user's own, is read whole.
+A stream of these packages is read by shards only if its samples are then the same: not a stream that takes the first
+thousand samples, numbers samples, or is divided among ranks already. Streams are recognised by the names of their
+parts, which are not public: a stream with an unknown part, such as a stage of the user's own, is read whole.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from lockstep.seeding import GeneratorStates, generator_states, seed_generators,
 
 
 class ShardStream(Protocol):
-    """Shards by number, each an iterator."""
+    """A stream of numbered shards, each an iterator."""
 
-    #: Whether what is skipped costs little, and draws nothing at random. If not, all before it is read once more.
+    #: Whether skipping samples costs little, and draws no random numbers. If not, all samples before are read again.
     seeks: bool
 
     @property
     def num_shards(self) -> int:
-        """How many there are now: the script may add some between two epochs."""
+        """The present number of shards: the script may add some between two epochs."""
 
     def open(self, epoch: int, shard: int, start: int) -> Iterator[Sample]:
-        """The samples of ``shard`` from ``start`` on; 0 if it does not seek. The same where generators are alike."""
+        """The samples of ``shard`` from ``start`` on (0 without `seeks`); equal if generators have equal states."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeededShards:
-    """A stream whose shards give the same samples, in the same order, wherever reading begins and whoever reads.
+    """A stream whose shards give the same samples in the same order, for any start of reading and on any rank.
 
     Args:
         stream: which may draw from the global generators.
@@ -55,23 +55,23 @@ class SeededShards:
     def open(self, epoch: int, shard: int, start: int) -> Iterator[Sample]:
         """The samples of ``shard`` from ``start`` on; begins to read at once, and may move the global generators.
 
-        What an order depends on is drawn under generators that are seeded for the shard: before its first sample, and
-        all along if it does not seek, as in a buffer that shuffles. What a stream that seeks draws for later samples
-        is the caller's to seed.
+        Random numbers for an order are drawn with generators that are seeded for the shard: before its first sample,
+        and throughout for a stream that does not seek, as in a shuffle buffer. For later samples of a stream that
+        seeks, the caller must seed.
         """
         seed_generators(seed_of(self.seed, "shard", epoch, shard))
         if not self.stream.seeks:
             samples = self._apart(self.stream.open(epoch, shard, 0), generator_states())
             return islice(samples, start, None)
-        # A generator function begins when its first sample is read: the one before, which is left out.
+        # A generator function begins when its first sample is read: here the sample before ``start``, which is dropped.
         samples = self.stream.open(epoch, shard, max(0, start - 1))
         if start:
             next(samples, None)
-            seed_generators(seed_of(self.seed, "shard", epoch, shard, start))  # not what was drawn for the first ones
+            seed_generators(seed_of(self.seed, "shard", epoch, shard, start))  # not the numbers of the first samples
         return samples
 
     def _apart(self, samples: Iterator[Sample], states: GeneratorStates) -> Iterator[Sample]:
-        """``samples`` under generators that go on from ``states``, whatever else is drawn in between."""
+        """``samples`` with generators that go on from ``states``, whatever other code draws in between."""
         while True:
             set_generator_states(states)
             found = list(islice(samples, self.at_once))
@@ -82,7 +82,7 @@ class SeededShards:
 
 
 class OwnShards(ShardStream):
-    """Of a data set with ``num_shards`` and ``read_shard``."""
+    """The shards of a data set with ``num_shards`` and ``read_shard``."""
 
     seeks = True
 
@@ -95,17 +95,17 @@ class OwnShards(ShardStream):
         return int(self._dataset.num_shards)
 
     def open(self, epoch: int, shard: int, start: int) -> Iterator[Sample]:
-        """Told the epoch, if it has ``set_epoch``."""
+        """See `ShardStream.open`; the data set is told the epoch, if it has ``set_epoch``."""
         tell_epoch(self._dataset, epoch)
         return iter(self._dataset.read_shard(shard, start))
 
 
 class HuggingFaceShards(ShardStream):
-    """Of an `IterableDataset` of the package `datasets`."""
+    """The shards of an `IterableDataset` of the package `datasets`."""
 
     def __init__(self, dataset: UserDataset) -> None:
         self._dataset = dataset
-        #: Tables are skipped without a look at their rows; what a function computes, it may draw.
+        #: Tables are skipped without reading their rows; a function may draw random numbers for each row.
         parts = list(_parts_of(dataset))
         self.seeks = bool(parts[0].iter_arrow) and _FUNCTIONS.isdisjoint(map(_kind_of, parts))
 
@@ -115,14 +115,14 @@ class HuggingFaceShards(ShardStream):
         return int(self._dataset.num_shards)
 
     def open(self, epoch: int, shard: int, start: int) -> Iterator[Sample]:
-        """With a shuffling buffer of its own, if there is one."""
+        """See `ShardStream.open`; each shard has its own shuffle buffer, if any."""
         stream = self._dataset.shard(self.num_shards, shard)
         stream.set_epoch(epoch)
         return iter(stream.skip(start) if self.seeks else stream)  # 0 too: a stream that skips shuffles otherwise
 
 
 class WebDatasetShards(ShardStream):
-    """Of a pipeline of the package `webdataset` that begins with a list of tar files."""
+    """The shards of a pipeline of the package `webdataset` that begins with a list of tar files."""
 
     seeks = False
 
@@ -135,7 +135,7 @@ class WebDatasetShards(ShardStream):
         return len(self._dataset.pipeline[0].urls)
 
     def open(self, epoch: int, shard: int, start: int) -> Iterator[Sample]:
-        """By a pipeline of its own, as some of its stages count their passes."""
+        """See `ShardStream.open`; each call has its own pipeline, since some stages count their passes."""
         pipeline = copy(self._dataset)
         urls, *stages = map(copy, self._dataset.pipeline)
         urls.urls = [urls.urls[shard]]
@@ -159,9 +159,9 @@ _DIVISIBLE: Final = frozenset(
     )
 )
 _FUNCTIONS: Final = frozenset(("MappedExamplesIterable", "FilteredExamplesIterable"))
-#: What makes such a part count samples across shards: ``with_indices``, and a last batch that is left out.
+#: Attributes that make such a part count samples across shards: ``with_indices``, and a last batch that is left out.
 _COUNTING: Final = ("with_indices", "drop_last_batch")
-#: Stages of `webdataset` whose samples are those of their shards, by the names of its functions and classes.
+#: Stages of `webdataset` whose samples are those of their shards, by the names of functions and classes.
 _STAGES: Final = frozenset(
     (
         *("split_by_node", "split_by_worker", "single_node_only"),
@@ -175,15 +175,16 @@ _STAGES: Final = frozenset(
 
 
 def has_shards(dataset: UserDataset) -> bool:
-    """Whether ``dataset`` is a class of the user's with shards of which it does not say the lengths."""
+    """Whether ``dataset`` has ``num_shards`` and ``read_shard``: a user's shards, of unknown length."""
     return hasattr(dataset, "num_shards") and callable(getattr(dataset, "read_shard", None))
 
 
 def shard_stream_of(dataset: UserDataset) -> ShardStream | None:
-    """``dataset`` as shards; None if it has to be read whole, or divides itself by ``stride``."""
+    """``dataset`` as a stream of shards; None if it has to be read whole, or divides itself by ``stride``."""
     if callable(getattr(dataset, "stride", None)):
         return None
-    # Not the class, of which webdataset makes another one for `with_length`; one of the user's may iterate otherwise.
+    # The method, not the class: webdataset makes another class for `with_length`, and a user's class may iterate
+    # differently.
     iterates = getattr(type(dataset), "__iter__", None)
     if has_shards(dataset):
         return OwnShards(dataset)
@@ -206,7 +207,7 @@ def _is_divisible(dataset: UserDataset) -> bool:
 
 
 def _parts_of(dataset: UserDataset) -> Iterator[Any]:
-    # A private name of the package `datasets`: without it, such a stream is read from its beginning by each reader.
+    # A private name of the package `datasets`: without this name, each reader reads such a stream from its beginning.
     part = getattr(dataset, "_ex_iterable", None)
     while part is not None:
         yield part
@@ -218,8 +219,9 @@ def _kind_of(part: object) -> str:
 
 
 def _counts(part: Any) -> bool:
-    """Whether what it does with a sample depends on how many came before."""
-    # A batched function of the user's gets what there is; those of the package's own `batch` make samples of it.
+    """Whether the result of ``part`` for a sample depends on the number of samples before."""
+    # A batched function of the user's may get any number of samples; the package's own `batch` makes one sample of
+    # several.
     makes_batches = getattr(part, "batched", False) and _is_of("datasets", part.function)
     return makes_batches or any(getattr(part, name, False) for name in _COUNTING)
 

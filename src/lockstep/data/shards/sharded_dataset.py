@@ -1,4 +1,4 @@
-"""Data sets that lie in shards: files, or other parts, each of which is read from somewhere on."""
+"""Data sets in shards: files, or other parts, each of which can be read from any sample on."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from lockstep.errors import DataError
 
 
 class ShardedDataset(Protocol):
-    """What the user gives."""
+    """A user's data set in shards of known length."""
 
     shard_lengths: Sequence[int]  #: samples of each shard
 
     def read_shard(self, shard: int, start: int) -> Iterator[Sample]:
         """The samples of ``shard`` from ``start`` on, in the same order each time.
 
-        Without reading those before it, where the format allows that, and drawing nothing at random before the first.
+        If the format allows, samples before ``start`` are not read. No random number is drawn before the first sample.
         """
 
 
@@ -40,11 +40,11 @@ def is_sharded(dataset: UserDataset) -> TypeGuard[ShardedDataset]:
 
 
 class ShardedSamples(Dataset[Sample]):
-    """A sharded data set by index. Shards stay open, so that samples which follow those read before cost no more.
+    """A sharded data set, read by index. Shards stay open, so that reading on after earlier samples costs no more.
 
     Args:
         dataset: the user's.
-        most_open: how many reads may be under way; the one that was used longest ago is given up.
+        most_open: number of open reads; a further read closes the least recently used one.
 
     Raises:
         DataError: when a shard holds another number of samples than ``shard_lengths`` says.
@@ -67,7 +67,7 @@ class ShardedSamples(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        if self._process != os.getpid():  # a loader process: what the rank has open, both would read from
+        if self._process != os.getpid():  # in a loader process, which must not read from the rank's open files
             self._process, self._open = os.getpid(), {}
         samples: list[Sample] = []
         with single_process_view():
@@ -103,12 +103,12 @@ class ShardedSamples(Dataset[Sample]):
 
 
 class ShardSequence(Indices):
-    """The samples of shards that are laid end to end in the order ``shards``; by their place in the data set."""
+    """The indices of the samples of all shards, laid end to end in the order ``shards``."""
 
     def __init__(self, lengths: Sequence[int], shards: Sequence[int]) -> None:
         of_shard, order = np.asarray(lengths, np.int64), np.asarray(shards, np.int64)
         self._ends = of_shard[order].cumsum()
-        #: What is to be added to a place in the sequence for the place in the data set, of each shard.
+        #: For each shard, the difference between a sample's place in the data set and in the sequence.
         self._shifts = (of_shard.cumsum() - of_shard)[order] - (self._ends - of_shard[order])
 
     @override
@@ -122,24 +122,24 @@ class ShardSequence(Indices):
 
 
 class ShardOrder(Order):
-    """Shards in another order each epoch, divided among the micro-batches of a step; or all samples as they lie.
+    """The order of a sharded data set: shards in another order each epoch, or all samples in their own order.
 
         shards, in the epoch's order   | 2         | 0     | 3           | 1       |
         of a full step: micro-batch      0 0 0 0 0 1 1 1 1 1 2 2 2 2 2 3 3 3 3 3 | *     * the rest: the short last step
                               step       0 1 2 3 4 0 1 2 3 4 0 1 2 3 4 0 1 2 3 4 | 5
 
-    So the rank that computes a micro-batch continues reading where the step before ended, and opens none of the other
-    shards. The order follows from the lengths of the shards alone, so no rank has to ask another, and any step can be
-    the first.
+    So the rank that computes a micro-batch continues reading where the step before ended, and opens no other shards.
+    The order follows from the lengths of the shards alone, so no rank has to ask another, and a resume can begin at any
+    step.
 
     Args:
         lengths: samples of each shard.
         seed: of the order.
         shuffle: whether the shards are shuffled. If not, micro-batches hold neighbouring samples of the data set, as
-            those of a data set with an index do.
+            for a data set with an index.
 
     Raises:
-        DataError: if there are no lengths, one is negative, or all are 0.
+        DataError: if ``lengths`` is empty, has a negative length, or only zeros.
     """
 
     largest_batch: int | None = None
@@ -158,7 +158,7 @@ class ShardOrder(Order):
 
     @override
     def draw(self, epoch: int) -> str | None:
-        """Of the lengths: ranks, and the runs before and after a resume, are to see the same shards."""
+        """A digest of the lengths, which must be equal on all ranks, and before and after a resume."""
         return hashlib.blake2b(repr((self._lengths, self._shuffle)).encode(), digest_size=8).hexdigest()
 
     @override
@@ -182,9 +182,9 @@ class ShardOrder(Order):
 
 
 def rows_of_own_part(steps: EpochSteps, position: MicroBatchPosition) -> slice:
-    """Which places of the sequence the micro-batch holds, where each place of a full step has a part of its own.
+    """The places of the sequence that a micro-batch holds, where each place of a full step has its own part.
 
-    The samples that fill no step come last, and are its micro-batches one after another.
+    The samples that fill no step come last, and form the micro-batches of the last step one after another.
     """
     plan = steps.plan
     full, before = steps.samples // plan.global_batch, position.index * plan.micro_batch

@@ -1,4 +1,4 @@
-"""What `Run.loader` was given: its own arguments, those of torch's `DataLoader`, or such a loader itself."""
+"""The arguments of `Run.loader`: its own, those of torch's `DataLoader`, or a `DataLoader` itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import did_you_mean
 from lockstep.settings import ResolvedSettings
 
-#: Arguments of torch's `DataLoader` that are none here, and what to do instead.
+#: Arguments of torch's `DataLoader` that `Run.loader` does not have, with a replacement for each.
 _INSTEAD: Final[Mapping[str, str]] = {
     "batch_size": "it is called global_batch here: the samples of one step, over all ranks",
     "num_workers": "it is called workers here",
@@ -30,7 +30,7 @@ _INSTEAD: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class LoaderArguments:
-    """What a script asks of `Run.loader`, where each is explained, before the settings are applied; None: not given."""
+    """The arguments of `Run.loader`, explained there, before settings are applied; None: not given."""
 
     dataset: UserDataset
     global_batch: int | None = None
@@ -48,7 +48,7 @@ class LoaderArguments:
     timeout: float = 0.0
 
     def _under(self, resolved: ResolvedSettings) -> LoaderArguments:
-        """These, over the settings of the script and under what was given from outside: command line, environment."""
+        """The arguments merged with settings: above the script's settings, below command line and environment."""
         taken: dict[str, Any] = {}
         for name in ("global_batch", "micro_batch", "workers"):
             outside = resolved.from_outside(name)
@@ -63,17 +63,17 @@ class LoaderArguments:
             taken[name] = next((v for v in (outside, own, getattr(resolved.values, name)) if v is not None), None)
         step = taken.get("global_batch")
         if None not in (step, resolved.from_outside("micro_batch")) and resolved.from_outside("global_batch") is None:
-            # It was said of all loaders at once; one of a smaller step has that as its micro-batch.
+            # The micro-batch was given for all loaders; a loader with a smaller step has its step as its micro-batch.
             taken["micro_batch"] = min(taken["micro_batch"], step)
         return replace(self, **taken)
 
     def checked(self, others: Mapping[str, object], resolved: ResolvedSettings) -> LoaderArguments:
-        """These, with those of a `DataLoader` if the data set is one, and what the settings say of them.
+        """The arguments, with those of a `DataLoader` if the data set is one, merged with the settings.
 
         Raises:
             SettingError: for a global batch from outside, where a batch sampler makes the batches.
-            UsageError: for an argument in ``others``, which are no arguments of `Run.loader`, for arguments that
-                exclude each other, or for a loader of torch's that cannot be taken apart.
+            UsageError: for an argument in ``others``, which `Run.loader` does not have, for arguments that exclude each
+                other, or for a `DataLoader` whose arguments cannot be taken over.
         """
         for name in others:
             if name in _INSTEAD:
@@ -97,7 +97,7 @@ class LoaderArguments:
         return found
 
     def _of_data_loader(self, loader: TorchLoader) -> LoaderArguments:
-        """What ``loader`` was made of; its batch is a step."""
+        """The arguments with which ``loader`` was made; its batch is a step."""
         given = [
             name
             for name in ("global_batch", "shuffle", "sampler", "batch_sampler", "order", "drop_last", "collate_fn")
@@ -126,7 +126,7 @@ class LoaderArguments:
             )
         taken = replace(taken, global_batch=loader.batch_size, drop_last=loader.drop_last)
         sampler = loader.sampler
-        if isinstance(loader.dataset, IterableDataset):  # torch gives it a sampler that says nothing
+        if isinstance(loader.dataset, IterableDataset):  # torch gives it a sampler without meaning
             return taken
         if type(sampler) is SequentialSampler:
             return replace(taken, shuffle=False)

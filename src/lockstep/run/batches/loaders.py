@@ -1,4 +1,4 @@
-"""The data sets of a run: the torch loaders that the script holds, and the micro-batches of this rank behind each."""
+"""The loaders of a run: torch loaders for the script, each with this rank's micro-batches behind it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ Method = Literal["train", "evaluate"]
 
 @dataclass(slots=True)
 class _OpenPass:
-    """A pass over a loader, held between two of its steps."""
+    """A pass over a loader, kept between two of its steps."""
 
     batches: Iterator[MicroBatch]
     order: int
-    step: int | None  #: the next one; None: it is within one
+    step: int | None  #: the next step; None: the pass is within a step
     checks: CheckedSteps  #: counted from the step with which `batches` began
     first: int  #: that step
     is_outdated: bool = False  #: `batches` are to be read again from the next step on
 
 
 class Loaders:
-    """What `Run.loader` has returned, and how this rank goes through it."""
+    """The loaders that `Run.loader` has returned, and this rank's passes over them."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
@@ -56,10 +56,10 @@ class Loaders:
         self._names: Final[dict[int, str]] = {}  # of the micro-batch loader
         self._since_turn: int | None = None  # loaders opened in this turn of the outer loop; None: there is no such yet
         self._passes: Final[dict[int, _OpenPass]] = {}  # of the micro-batch loader
-        self._begun: Final[dict[int, int]] = {}  # the order that each is in
+        self._begun: Final[dict[int, int]] = {}  # the current order of each loader
         self._orders: Final[dict[str, tuple[int, str]]] = {}
         self._contents: Final[dict[str, SeenContents]] = {}
-        self._chosen: Final[set[BatchPlan]] = set()  # those whose micro-batch nobody has given
+        self._chosen: Final[set[BatchPlan]] = set()  # plans whose micro-batch was chosen, not given
         settings, strategy = context.settings, context.strategy
         may_round_anew = settings.reduction == "fast" and context.device.type == "cuda"
         # BatchNorm over all ranks adds up in their order.
@@ -80,7 +80,7 @@ class Loaders:
         )
 
     def say_chosen(self, plan: BatchPlan) -> None:
-        """Tell the user of a micro-batch that was chosen for ``plan``, where a layer of a model normalises over it."""
+        """Tell the user of the micro-batch chosen for ``plan``, if a BatchNorm layer normalises over micro-batches."""
         context, modules = self._context, (m for model in self._context.state.models for m in model.modules())
         divides = plan in self._chosen and plan.micro_batches > 1 and not context.settings.sync_batchnorm
         if divides and any(isinstance(module, _BatchNorm) and module.training for module in modules):
@@ -146,7 +146,7 @@ class Loaders:
         return loader.data_loader
 
     def _register(self, loader: MicroBatchLoader) -> None:
-        """Give ``loader`` the name by which a resumed run finds it: its place among the loaders that it opens again."""
+        """Give ``loader`` the name by which a resumed run finds it: its place among the loaders opened again."""
         if self._since_turn is None:
             self._names[id(loader)] = str(len(self._by_id))
         else:
@@ -155,7 +155,7 @@ class Loaders:
         self._by_id[id(loader.data_loader)] = loader
 
     def begin_turn(self) -> None:
-        """A turn of the outer loop begins: what is opened in it, a resumed script opens again."""
+        """Begin a turn of the outer loop; loaders opened in the turn are opened again by a resumed script."""
         self._since_turn = 0
 
     def name(self, loader: MicroBatchLoader) -> str:
@@ -163,14 +163,14 @@ class Loaders:
         return self._names[id(loader)]
 
     def names(self, data_loaders: Sequence[TorchLoader]) -> list[str]:
-        """Those of the loaders that `open` returned."""
+        """The names of the loaders that `open` returned."""
         return [self.name(self._by_id[id(each)]) for each in data_loaders if id(each) in self._by_id]
 
     def find(self, data_loader: TorchLoader, method: Method) -> MicroBatchLoader:
         """The micro-batches behind ``data_loader``, which the script gave to ``method``.
 
         Raises:
-            UsageError: if `open` did not return it.
+            UsageError: if `open` did not return ``data_loader``.
             PlanError: if some ranks would have nothing to do in a training.
         """
         loader = self._by_id.get(id(data_loader))
@@ -183,11 +183,11 @@ class Loaders:
         return loader
 
     def begin(self, loader: MicroBatchLoader, order: int) -> bool:
-        """A pass in ``order`` begins, or goes on: whether it begins in this process. Collective where it does.
+        """Begin or continue a pass in ``order``; whether it begins in this process. Collective if it does.
 
         Raises:
             MismatchError: if ranks draw different orders, or hold different samples.
-            CheckpointError: for another order than that in which the run was saved.
+            CheckpointError: if the order differs from that of the run that was saved.
         """
         begins = self._begun.get(id(loader)) != order
         if begins:
@@ -199,8 +199,8 @@ class Loaders:
     def step(self, loader: MicroBatchLoader, order: int, step: int, found: ShardsFound) -> Iterator[MicroBatch]:
         """This rank's micro-batches of one step of the pass in ``order``, on its device; none at the end of the pass.
 
-        What the pass finds of shards is kept in ``found``. Steps that follow each other are read in one go, also where
-        something else comes between them.
+        Places found in shards are kept in ``found``. Successive steps are read in one pass, also if other calls come
+        between them.
         """
         held = self._passes.get(id(loader))
         goes_on = held is not None and (held.step, held.order) == (step, order)
@@ -211,7 +211,7 @@ class Loaders:
                 checks = self._checks.begin_pass(self._context.position.progress.step, loader.plan)
             batches = loader.epoch(order, step, padding=self._padding("train"), found=found, checks=checks)
             held = self._passes[id(loader)] = _OpenPass(self._on_device(loader, batches), order, step, checks, step)
-        held.step = None  # if the script leaves it in the middle of the step, it cannot go on
+        held.step = None  # if the script leaves the pass within the step, the pass cannot go on
         for batch in held.batches:
             if batch.position.last:
                 held.step = step + 1
@@ -221,9 +221,9 @@ class Loaders:
         self._passes.pop(id(loader), None)
 
     def take_up(self, loaders: Sequence[MicroBatchLoader]) -> None:
-        """The script goes on with passes that it had left: samples are read again if it has changed a data set since.
+        """Continue passes that the script had left: samples are read again if a data set was changed since.
 
-        Each rank decides for itself, as each reads ahead by its own loader processes.
+        Each rank decides separately, since each reads ahead by its own loader processes.
         """
         for loader in loaders:
             held = self._passes.get(id(loader))
@@ -231,7 +231,7 @@ class Loaders:
                 held.is_outdated = True
 
     def evaluation(self, loader: MicroBatchLoader) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of an evaluation, on its device; none on a rank that serves others. Collective.
+        """This rank's micro-batches of an evaluation, on its device; none on a server rank. Collective.
 
         Raises:
             MismatchError: if ranks draw different orders, or hold different samples.
@@ -245,17 +245,17 @@ class Loaders:
         return self._on_device(loader, loader.evaluation(padding=self._padding("evaluate")))
 
     def may_leave_early(self, loader: MicroBatchLoader) -> bool:
-        """Whether a rank may leave an evaluation by itself: ranks that communicate in it leave together or not."""
+        """Whether a rank may leave an evaluation alone, which is so if ranks do not communicate in the evaluation."""
         return loader.length is not None and self._padding("evaluate") != "even"
 
     def training_length(self, loader: MicroBatchLoader, order: int, first_step: int) -> int | None:
-        """How many micro-batches `train` has here from ``first_step`` on, without replays; None: nobody knows."""
+        """This rank's number of micro-batches in `train` from ``first_step`` on, without replays; None: not known."""
         if self._context.share.replica is None:
             return 0
         return loader.micro_batches(order, first_step, padding=self._padding("train"))
 
     def evaluation_length(self, data_loader: TorchLoader) -> int | None:
-        """How many micro-batches an evaluation hands out here; None for a stream without length."""
+        """This rank's number of micro-batches in an evaluation; None for a stream without length."""
         loader = self.find(data_loader, "evaluate")
         if self._context.share.replica is None:
             return 0
@@ -263,7 +263,7 @@ class Loaders:
 
     @property
     def lengths(self) -> list[int | None]:
-        """Samples of each data set, in the order in which they were opened."""
+        """The number of samples of each data set, in the order of opening."""
         return [loader.length for loader in self._by_id.values()]
 
     @property
@@ -273,7 +273,7 @@ class Loaders:
 
     @property
     def contents(self) -> StateTree:
-        """By name of the loader: what was seen of its data set when the newest pass began that trains on it."""
+        """The samples seen of each loader's data set as its newest training pass began, by the loader's name."""
         return {name: content.as_list() for name, content in self._contents.items()}
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ class Loaders:
             loader.close()
 
     def _on_device(self, loader: MicroBatchLoader, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        # Ranks that read a stream agree while they read it: all at the same place in the loop.
+        # Ranks that read a stream agree while reading, at the same place in the loop.
         ahead, pin = loader.length is not None, loader.data_loader.pin_memory
         return on_device(batches, self._context.device, ahead=ahead, pin=pin)
 
@@ -311,13 +311,13 @@ class Loaders:
         before = self._contents.get(name)
         changes = before is not None and (before.changes or before.seen != seen)
         self._contents[name] = SeenContents(epoch, seen, changes)
-        if before is None:  # what later passes see, a resumed run sees as the one that saved did
+        if before is None:  # a resumed run sees in later passes the same as the run that saved
             self._context.checkpointer.compare({"contents": self.contents}, within_pass=())
 
     def _look(self, loader: MicroBatchLoader, epoch: int) -> SeenSamples | None:
-        """Some of the samples that the pass begins with, the same on all ranks. Collective.
+        """Some samples of the pass that begins, checked to be equal on all ranks. Collective.
 
-        Without ranks that serve others: those come to a pass when they have ended the one before it.
+        Not with server ranks, which come to a pass only when they have ended the pass before.
         """
         context = self._context
         if context.share.replicas != context.group.size or not (context.group.size > 1 or context.directory):
@@ -339,7 +339,7 @@ class Loaders:
         return seen
 
     def _draw(self, loader: MicroBatchLoader, epoch: int) -> str | None:
-        """The order of a pass that begins is drawn; its digest, the same on all ranks. Collective."""
+        """Draw the order of a pass that begins; returns its digest, checked to be equal on all ranks. Collective."""
         digest = loader.draw(epoch)
         if digest is None:
             return None
@@ -364,11 +364,11 @@ def refuse_uneven(loader: MicroBatchLoader, ranks: int) -> None:
     """Check that all ranks make equally many forward passes in every step, as SyncBatchNorm needs.
 
     Raises:
-        UsageError: if they do not.
+        UsageError: if not.
     """
     plan, length = loader.plan, loader.length or 0
     if plan.varies:
-        return  # each epoch's batches are looked at as it begins
+        return  # each epoch's batches are checked at its beginning
     is_short = length % plan.global_batch and loader.steps_per_epoch != length // plan.global_batch
     if plan.micro_batches % ranks or is_short:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""What `Run.train` and `Run.evaluate` hand out: an iterator that knows its length, for progress bars and schedules."""
+"""The iterator of `Run.train` and `Run.evaluate`, with a length, for progress bars and schedules."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _PLAIN: Final = (str, bytes, int, float, np.generic)
 
 
 class MicroBatches(Iterator[Data]):
-    """This rank's micro-batches of one pass. Nothing begins before the first is asked for.
+    """This rank's micro-batches of a pass, which begins when the first micro-batch is asked for.
 
-    Its length is how many this rank is handed out from the pass's first step on, those of padding among them, and those
-    that are computed twice counted once. It may be asked for at any time, also before the first, and does not change on
-    the way.
+    The length is this rank's number of micro-batches from the pass's first step on, including padding, and counting
+    replayed micro-batches once. The length may be asked for at any time, also before the first micro-batch, and does
+    not change in the pass.
 
-    Left by ``break``, a loop over it drops it, and with it the pass is closed at once.
+    A loop that is left by ``break`` drops the iterator, which closes the pass at once.
 
     Args:
         batches: the micro-batches.
-        length: their number; None: nobody knows.
+        length: number of micro-batches; None: not known.
         count_refused: raises an error if a script may not end the pass after a number of micro-batches.
     """
 
@@ -52,13 +52,13 @@ class MicroBatches(Iterator[Data]):
         self._length: Final = length
         self._count_refused: Final = count_refused
         self._process: Final = os.getpid()
-        # Where a function such as `enumerate` was given it, and has not asked for a micro-batch since.
+        # The place where a function such as `enumerate` got the iterator, and has not asked for a micro-batch since.
         self._handed_on_at: tuple[CodeType, int] | None = None
 
     def __iter__(self) -> Self:
         caller = sys._getframe(1)
         at = caller.f_code, caller.f_lasti
-        # Who holds it takes some 20 ms to find out: once for each place where no `for` loop asks.
+        # Finding the holder takes some 20 ms: done once for each place where no `for` loop asks.
         if caller.f_code.co_code[caller.f_lasti] != _FOR and at not in _known_places:
             self._handed_on_at = at
         return self
@@ -84,15 +84,15 @@ class MicroBatches(Iterator[Data]):
         return length
 
     def close(self) -> None:
-        """End the pass here, as leaving a loop over it by ``break`` does."""
+        """End the pass, as leaving a loop by ``break`` does."""
         self._batches.close()
 
 
 def refuse_count(of: int) -> None:
-    """The script takes the first n of them by `itertools.islice`; a step has ``of`` on all ranks.
+    """Refuse taking the first n micro-batches by `itertools.islice`; a step has ``of`` micro-batches on all ranks.
 
     Raises:
-        UsageError: if a step has several.
+        UsageError: if a step has several micro-batches.
     """
     if of > 1:
         raise UsageError(
@@ -113,8 +113,8 @@ def _counts(holder: object) -> bool:
 def _end_copy() -> NoReturn:
     """End a process that was forked in the loop's body and has come back to the loop.
 
-    It is no rank. What it read would be missing where its original reads, and at its end it would close for that
-    whatever they share, such as loader processes.
+    The forked process is no rank. Micro-batches that it read would be missing in the original process, and at its end
+    it would close shared resources, such as loader processes.
     """
     sys.stderr.write(
         f"process {os.getpid()}, which was forked in the body of a loop over a run's micro-batches, has come back to "
@@ -125,11 +125,11 @@ def _end_copy() -> NoReturn:
 
 
 class LeftOutSamples:
-    """Compares rows with samples from one micro-batch to the next of a pass; some microseconds each.
+    """Compares the numbers of rows and samples of a pass's micro-batches; takes some microseconds each.
 
-    A micro-batch has fewer rows where a collate function leaves out what it cannot read. A loss without a count is
-    weighed by the samples that were picked. That is right where each row is one sample, and where all micro-batches
-    make rows of samples alike, such as pairs; not where some have lost rows.
+    A micro-batch has fewer rows if a collate function leaves out unreadable samples. A loss without a count is weighted
+    by the picked samples, which is right if each row is one sample, or if all micro-batches make rows of samples in the
+    same way, such as pairs, but not if some micro-batches have lost rows.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class LeftOutSamples:
         self._known = True  # whether rows may be samples
         self._rows = self._samples = 0  # of the first micro-batch
         self._lost: tuple[int, int, int, int] | None = (
-            None  # the same of one that has lost some, and of one that has not
+            None  # rows and samples of a micro-batch that has lost rows, and of one that has not
         )
 
     def note(self, position: MicroBatchPosition, data: Data) -> None:
@@ -159,10 +159,10 @@ class LeftOutSamples:
             self._lost = (*now, *first) if rows * self._samples < self._rows * position.samples else (*first, *now)
 
     def refuse(self) -> None:
-        """Check the micro-batch, whose loss came without a count.
+        """Check a micro-batch whose loss came without a count.
 
         Raises:
-            UsageError: if it, or the first one of the pass, has lost samples that the other one has not.
+            UsageError: if the micro-batch or the first micro-batch of the pass has lost samples, and not both.
         """
         if self._lost is not None:
             rows, samples, others, of = self._lost
@@ -174,7 +174,7 @@ class LeftOutSamples:
 
 
 def _rows(data: Data, samples: int) -> int | None:
-    """The first dimension of all tensors in ``data``; None where they differ, or the first one is no sample's."""
+    """The first dimension of all tensors in ``data``; None if they differ, or if that dimension is not of samples."""
     shapes: list[tuple[int, ...]] = []
     _add_shapes(data, shapes)
     for shape in shapes:  # without generators, which cost a microsecond each in every micro-batch
@@ -195,4 +195,4 @@ def _add_shapes(value: object, shapes: list[tuple[int, ...]]) -> None:
         for inner in value:
             _add_shapes(inner, shapes)
     elif value is not None and not isinstance(value, _PLAIN):
-        shapes.append(())  # such as a graph: nobody knows what its rows are
+        shapes.append(())  # such as a graph, whose rows are unknown

@@ -1,4 +1,4 @@
-"""Values of a GPU that the host reads later, without a wait for what is queued after them."""
+"""A copy of a GPU's values that the host reads later, without a wait for later work on the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class PinnedCopy:
-    """``values``, of one dimension, on their way to page-locked memory, behind what is queued on their GPU now."""
+    """A copy of ``values``, of one dimension, to page-locked memory, queued on their GPU behind present work."""
 
     def __init__(self, values: torch.Tensor) -> None:
         with torch.cuda.device(values.device):
@@ -18,7 +18,7 @@ class PinnedCopy:
             self._arrived.record()
 
     def read(self) -> list[float]:
-        """The values; waits until they have arrived, and for nothing that was queued since."""
+        """The values; waits until they have arrived, but not for later work on the GPU."""
         self._arrived.synchronize()
         values: list[float] = self._on_cpu.tolist()
         return values

@@ -1,4 +1,4 @@
-"""Batches on their way to the device that computes: on a GPU one of them ahead, by a thread and a stream of their own.
+"""Copies of batches to the device: on a GPU one batch ahead, by a separate thread and stream.
 
 thread        | batch 1 | batch 2 |         | batch 3 |               to page-locked memory, where they are not there
 copies           | batch 1 | batch 2 |         | batch 3 |
@@ -27,8 +27,9 @@ def on_device(
 ) -> Iterator[MicroBatch]:
     """``batches`` with their tensors on ``device``.
 
-    With ``ahead``, a GPU gets each while it computes with the one before. Then ``batches`` is always read one further
-    than what was handed out, so that nothing in it may be collective. With ``pin``, they go through page-locked memory.
+    With ``ahead``, a GPU gets each batch while it computes with the batch before. Then ``batches`` is always read one
+    further than handed out, so that reading must not be collective. With ``pin``, batches go through page-locked
+    memory.
     """
     if device.type == "cpu":
         return batches
@@ -39,32 +40,32 @@ def on_device(
 
 
 def one_ahead(items: Iterator[T], begin: Callable[[T], U], end: Callable[[U], T]) -> Iterator[T]:
-    """What ``end(begin(item))`` gives for each item; a thread begins the next one, while the script has this one."""
+    """The result of ``end(begin(item))`` for each item; a thread begins the next item while the script has one."""
     with ThreadPoolExecutor(1, thread_name_prefix="lockstep-copies") as thread:
         next_one: Future[U] | None = None
         for item in items:
             this, next_one = next_one, thread.submit(begin, item)
             if this is not None:
                 yield end(this.result())
-            wait([next_one])  # before another item is read, for which a data set may use the memory of this one
+            wait([next_one])  # before another item is read, for which a data set may reuse this item's memory
         if next_one is not None:
             yield end(next_one.result())
 
 
 class _Copied(NamedTuple):
     batch: MicroBatch
-    tensors: list[torch.Tensor]  # those that are on their way
-    done: torch.cuda.Event | None  # when they have arrived; None: they are still to be copied
+    tensors: list[torch.Tensor]  # tensors that are being copied
+    done: torch.cuda.Event | None  # their arrival; None: they are still to be copied
 
 
 @cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes: torch's streams come from a pool, so later ones would be shared with the exchange."""
+    """The stream for all passes: torch's streams come from a pool, so a later one could be that of the reduction."""
     return torch.cuda.Stream(device)
 
 
 class PrefetchStream:
-    """Copies to a GPU, beside what it computes; with ``pin`` through page-locked memory."""
+    """Copies to a GPU, beside its computation; with ``pin`` through page-locked memory."""
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self._device = device
@@ -72,9 +73,9 @@ class PrefetchStream:
         self._pin = pin
 
     def begin(self, batch: MicroBatch) -> _Copied:
-        """A copy of ``batch`` that is on its way; in any thread.
+        """Begin a copy of ``batch``; may be called in any thread.
 
-        What is on a GPU already, and what holds its tensors where nobody sees them, is copied where the GPU computes.
+        A batch that is on a GPU already, or whose tensors are not visible, is copied in the computing stream.
         """
         with torch.cuda.stream(self._stream):  # also so that this thread uses no other GPU
             data = pinned(batch.data) if self._pin else batch.data
@@ -86,14 +87,14 @@ class PrefetchStream:
         return _Copied(batch._replace(data=data), _tensors_of(data) or [], done)
 
     def end(self, copied: _Copied) -> MicroBatch:
-        """The batch, for whatever is computed from here on.
+        """The batch, for computations that are queued from now on.
 
-        Its memory belongs to the side stream. It is used again only after what computes with it: by `record_stream`.
+        Its memory belongs to the side stream; by `record_stream`, it is reused only after computations with it.
         """
         if copied.done is None:
             return copied.batch._replace(data=to_device(copied.batch.data, self._device))
         computing = torch.cuda.current_stream(self._device)
-        # Not for the whole side stream: the copy of the next batch has begun there.
+        # Not for the whole side stream, in which the copy of the next batch has begun.
         computing.wait_event(copied.done)
         for tensor in copied.tensors:
             tensor.record_stream(computing)
@@ -115,7 +116,7 @@ def to_device(data: Data, device: torch.device) -> Data:
 
 
 def pinned(data: Data) -> Data:
-    """``data`` with its tensors in page-locked memory; what is neither a tensor nor holds any stays as it is."""
+    """``data`` with its tensors in page-locked memory; parts without tensors are unchanged."""
 
     def one_pinned(leaf: Any) -> object:
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
@@ -128,7 +129,7 @@ def pinned(data: Data) -> Data:
 
 
 def _tensors_of(data: Data) -> list[torch.Tensor] | None:
-    """The tensors in ``data``; None where it has parts that move themselves."""
+    """The tensors in ``data``; None if it has parts with a ``to`` method of their own."""
     parts = [leaf for _, leaf in leaves(data)]
     tensors = [leaf for leaf in parts if isinstance(leaf, torch.Tensor)]
     return None if any(hasattr(leaf, "to") and not isinstance(leaf, torch.Tensor) for leaf in parts) else tensors

@@ -1,4 +1,4 @@
-"""What is measured of a run's speed: only where `lockstep bench`, `doctor` or a profile asks for it.
+"""Measurements of a run's speed, only for `lockstep bench`, `doctor` or a profile.
 
 measurement       some steps of the user's own script, and then the run ends
                   ... and where the script has the host wait for a device

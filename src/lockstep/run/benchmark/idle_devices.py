@@ -1,7 +1,7 @@
-"""Whether CPUs or GPUs lie idle while a run trains, and the one line that says what would use them.
+"""The search for idle CPUs or GPUs while a run trains, and the line that says what would use them.
 
-A rank computes on one CPU unless it is told otherwise, so that the bits do not depend on how many CPUs there are; and
-one rank is started unless more are asked for. So a new user may see only one busy CPU of many.
+By default a rank computes on one CPU, so that the bits do not depend on the number of CPUs; and one rank is started
+unless more are asked for. So a new user may see only one busy CPU of many.
 
     1 rank keeps 1.0 of 8 CPUs busy, and 6.9 were idle for 30 s: --nproc-per-node 8 would use them, with the same bits
 """
@@ -28,22 +28,22 @@ _NEARLY: Final = 0.75  # of a CPU: idle for so long, another rank can have it
 
 @dataclass(frozen=True, slots=True)
 class LocalRanks:
-    """The ranks of one machine, and what there is for them."""
+    """The ranks of a machine, and its CPUs and GPUs."""
 
     ranks: int
-    threads: int  #: of each
-    cpus: int  #: that all of them may use
-    gpus: int  #: that all of them may use; 0: they compute on CPUs
-    most: int  #: ranks that would have something to do here: each has a micro-batch of a step
+    threads: int  #: of each rank
+    cpus: int  #: that all ranks may use
+    gpus: int  #: that all ranks may use; 0: ranks compute on CPUs
+    most: int  #: ranks that would have a micro-batch of a step on this machine
 
 
 def advice(local: LocalRanks, use: CpuUse, seconds: float) -> str | None:
-    """The line for the user; None where more ranks would not be quicker.
+    """The line for the user; None if more ranks would not be quicker.
 
     Args:
         local: the ranks of this machine.
-        use: of its CPUs, by one of them and by everything else.
-        seconds: in which that was measured.
+        use: of its CPUs, by one rank and by all other processes.
+        seconds: of the measurement.
     """
     if local.gpus:
         ranks, idle = min(local.gpus, local.most), f"of {local.gpus} GPUs"
@@ -82,7 +82,7 @@ class IdleDevices:
         self._is_over = False
 
     def look(self) -> None:
-        """While training, now and then: the line is said when the time is over, if there is something to say."""
+        """Look at the use of CPUs, now and then in training; prints the line, if any, when the time is over."""
         if self._is_over:
             return
         if self._watch is None:
@@ -95,7 +95,7 @@ class IdleDevices:
 
 
 def open_idle_devices(context: RunContext) -> IdleDevices | None:
-    """For the leader of a run that trains the same bits on any number of ranks; None for all others."""
+    """A watch for the leader of a run that has the same bits on any number of ranks; None for other ranks and runs."""
     share, group, settings = context.share, context.group, context.settings
     same_bits = settings.reduction == "exact" and share.in_step and share.replicas == group.size
     if not (group.leads and same_bits) or context.measure is not None or current_trial() is not None:

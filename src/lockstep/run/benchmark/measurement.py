@@ -1,10 +1,10 @@
-"""A benchmark's run: some steps of the user's own script are measured on each rank, and then it ends.
+"""The measurement of a benchmark's run: some steps of the user's script on each rank, after which the run ends.
 
     LOCKSTEP_MEASURE     steps 0 .. n-1          [steps n ..]          sums of ten sizes     exit code 0
                          taken apart             operations, waits     over all ranks        one record per rank
                                                  counted
 
-What is computed in the steps that are measured is what is computed without it, bit for bit.
+Measured steps have the same results as steps without a measurement, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OURS: Final = str(__file__).rpartition("/run/")[0]
 
 
 class Measurement:
-    """What this rank measures, and its record."""
+    """The measurement of this rank, and its record."""
 
     def __init__(self, context: RunContext, request: MeasureRequest) -> None:
         self._context: Final = context
@@ -68,17 +68,17 @@ class Measurement:
             if request.waits
             else None
         )
-        self._counting: ExitStack | None = None  # the steps after the others, in which these count
+        self._counting: ExitStack | None = None  # the last steps, in which operations and waits are counted
         self._counted_samples = 0
-        self._counted = _WAIT_STEPS if request.waits else 1 if request.flops else 0  # so many
+        self._counted = _WAIT_STEPS if request.waits else 1 if request.flops else 0  # number of these steps
         self._flops_per_sample: float | None = None
         self._begun = self._over = False
-        self._steps = request.steps  # that are measured
+        self._steps = request.steps  # that are timed
         self._began_s = 0.0
         self._progress = Progress()
 
     def at(self, progress: Progress, *, begins_pass: bool) -> None:
-        """The run is at ``progress``, and the next step begins. Collective after the last one.
+        """Begin the next step, at ``progress``. Collective after the last step.
 
         Raises:
             SystemExit: with code 0, after the last step.
@@ -110,7 +110,7 @@ class Measurement:
             self._finish()
 
     def close(self) -> None:
-        """The run ends: what there is, is written."""
+        """Write the measurements so far, as the run ends."""
         if self._begun and not self._over:
             self._write(())
 
@@ -119,7 +119,7 @@ class Measurement:
         length = self._context.position.length
         whole = length.steps or (length.epochs or 0) * (length.steps_per_epoch or 0)
         if whole and self._counted:
-            # A short training leaves one step for what is counted, and of more a half.
+            # A short training leaves one step, or half of several, for counting.
             self._counted = max(1, min(self._counted, whole // 2))
             self._steps = max(1, min(self._steps, whole - self._counted))
         self._began_s = time.monotonic()
@@ -224,11 +224,11 @@ class KeptForBackward:
 
     @property
     def total_bytes(self) -> int:
-        """What was kept at once."""
+        """The bytes that were kept at the same time."""
         return sum(self._seen.values())
 
     def open(self, models: list[nn.Module]) -> None:
-        """Count what is kept until a backward pass begins, but for what ``models`` hold."""
+        """Count memory that is kept until a backward pass begins, except tensors of ``models``."""
         self._own = {_address(t) for model in models for t in (*model.parameters(), *model.buffers())}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._hooks.__enter__()
@@ -260,7 +260,7 @@ def _bytes(tensors: list[Any]) -> int:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The parts of a model that are gathered one at a time where it is divided: its children, and those of lists."""
+    """The parts of a model that a dividing strategy gathers one at a time: its children, and the children of lists."""
     children = list(model.children())
     for child in children:
         if isinstance(child, nn.ModuleList | nn.Sequential):

@@ -1,11 +1,12 @@
-"""Takes steps apart: where each one's time went, by the phases of the rank and by when its gradients are ready.
+"""The recorder of the parts of each step's time, by the phases of the rank and the times of its gradients.
 
     marker   data | forward | reduction                      | update          | data ...
     hooks                    g3 g2 g1 g0
     parts    data   forward   backward   exposed               optimizer  other
 
-It listens to the progress marker, which the loop sets anyway, so that a run that is not measured has nothing more to
-do. Marks are resolved when the steps are over: on a GPU they are events of its stream, which nobody waits for.
+The recorder listens to the progress marker, which the loop sets anyway, so that a run without a measurement has no
+additional work. Marks are resolved when the steps are over: on a GPU they are events of its stream, for which the host
+does not wait.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from lockstep.step_record import GradientTime, StepTimes
 
 Part = Literal["begin", "data", "forward", "backward", "exposed", "optimizer", "other", "left out"]
 
-#: To which part the time in a phase belongs, until its step is counted; "evaluate" and "save" are no part of a step.
+#: The part to which the time in a phase belongs, until its step is counted; "evaluate" and "save" are no part of a
+#: step.
 _PARTS: Final[dict[str, Part]] = {
     "data": "data",
     "forward": "forward",
@@ -41,17 +43,17 @@ _SEARCH_STEPS: Final = 2
 
 
 class Clock(Protocol):
-    """Marks moments."""
+    """A clock, which marks moments."""
 
     def now(self) -> object:
         """This moment."""
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one moment to another."""
+        """The seconds from one moment to another."""
 
 
 class HostClock(Clock):
-    """Of the process."""
+    """The clock of the process."""
 
     def now(self) -> float:
         """Seconds from any beginning."""
@@ -63,23 +65,23 @@ class HostClock(Clock):
 
 
 class GpuClock(Clock):
-    """Of a GPU's current stream: marks are queued like kernels, and wait for nothing."""
+    """The clock of a GPU's current stream: marks are queued like kernels, without a wait."""
 
     def now(self) -> torch.cuda.Event:
-        """An event that the stream comes to after what is queued now."""
+        """An event in the stream behind all queued work."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """From one event to another; the GPU must have come to both."""
+        """The seconds from one event to another; the GPU must have reached both."""
         milliseconds: float = start.elapsed_time(end)
         return milliseconds / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment in a step, and to which part the time since the mark before belongs."""
+    """A moment in a step, and the part to which the time since the mark before belongs."""
 
     part: Part
     at: Any  #: of the clock
@@ -100,13 +102,13 @@ class RecordedStep:
 def step_times(
     recorded: RecordedStep, seconds: Callable[[object, object], float], origin: object, *, on_gpu: bool
 ) -> StepTimes:
-    """The parts of a step. Waits for other ranks count as exposed communication, wherever they were. A pure function.
+    """The times of a step's parts. All waits for other ranks count as exposed communication. A pure function.
 
     Args:
         recorded: the step, which begins with a mark ``begin``.
         seconds: between two moments.
         origin: the moment at which the first step began.
-        on_gpu: whether the moments are a GPU's, so that there are no times of the host.
+        on_gpu: whether the moments are a GPU's, without times of the host.
     """
     by_micro_batch: list[dict[str, float]] = []
     total: dict[str, float] = defaultdict(float)
@@ -144,9 +146,9 @@ class StepRecorder:
     """Records the steps of this rank.
 
     Args:
-        marker: where the loop says what it does.
-        device: that it computes on.
-        gradients: whether every gradient's time is kept, or only the last one is looked for.
+        marker: of the loop's phases.
+        device: of the computation.
+        gradients: whether every gradient's time is kept, or only that of the last gradient.
     """
 
     def __init__(self, marker: ProgressMarker, device: torch.device, *, gradients: bool) -> None:
@@ -167,7 +169,7 @@ class StepRecorder:
         self.began_at = 0.0  #: when the first step began, in seconds since 1970
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Listen from now on; ``parameters`` are those that learn."""
+        """Listen from now on; ``parameters`` are the trainable ones."""
         self._restore = wait_clock().count_torchs_own()
         for place, parameter in enumerate(parameters):
             hook = parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._note_ready(place))
@@ -185,7 +187,7 @@ class StepRecorder:
         self._restore = lambda: None
 
     def begin_step(self, step: int, *, begins_pass: bool) -> None:
-        """After ``step`` steps, whatever comes belongs to the next one."""
+        """Begin the step after ``step`` steps."""
         self._close()
         self._open = RecordedStep(step, 0, begins_pass)
         if not self._steps and not self.began_at:
@@ -194,12 +196,12 @@ class StepRecorder:
         self._phase = "script"  # the loop is still on its way to the data
 
     def note_samples(self, samples: int) -> None:
-        """The open step held so many samples, over all ranks."""
+        """Note the ``samples`` of the open step, over all ranks."""
         if self._open is not None:
             self._open.samples = samples
 
     def steps(self) -> tuple[StepTimes, ...]:
-        """What was recorded, without a step that was begun only."""
+        """The times of the recorded steps, without an unfinished step."""
         self._synchronize()
         if not self._steps:
             return ()
@@ -222,7 +224,7 @@ class StepRecorder:
     # ---- what it hears -----------------------------------------------------------------------------------------
 
     def _listen(self, marker: ProgressMarker) -> None:
-        """The rank goes from one phase to another, or a step is counted."""
+        """Record a change of the rank's phase, or a counted step."""
         if marker.step != self._step:
             self._step = marker.step
             if self._open is not None:
@@ -239,7 +241,7 @@ class StepRecorder:
     def _end_phase(self) -> None:
         if self._phase in ("backward", "reduction") and not self._counted:
             if self._phase == "reduction" and self._ready:
-                # What comes after the last gradient is communication that no computation hides.
+                # The time after the last gradient is communication that no computation hides.
                 self._mark("backward", self._ready[-1][1])
             if self._ready:
                 self._keep_ready()
@@ -255,12 +257,12 @@ class StepRecorder:
     def _mark(self, part: Part, at: object = None) -> None:
         assert self._open is not None
         waited_s, cpu_s = (0.0, 0.0) if self._on_gpu else (wait_clock().seconds, time.thread_time())
-        if at is not None:  # a moment that is past, whose other clocks are not known
+        if at is not None:  # a past moment, whose other clocks are not known
             waited_s = self._open.marks[-1].waited_s
         self._open.marks.append(Mark(part, self._clock.now() if at is None else at, cpu_s, waited_s))
 
     def _close(self) -> None:
-        """The open step is over, if it was counted; one that was not is none."""
+        """Close the open step if it was counted, else drop it."""
         if self._open is not None and self._counted:
             self._mark("other" if self._phase not in OUTSIDE else "left out")
             self._steps.append(self._open)
@@ -277,7 +279,7 @@ class StepRecorder:
                 self._ready_times[place].append((self._backward_began, at))
 
     def _keep_last_hook(self) -> None:
-        """A hook costs a microsecond: from now on only the gradient that was the last one has one."""
+        """Remove all hooks, which cost a microsecond each, except that of the gradient that came last."""
         last = self._ready[-1][0] if self._ready else None
         for place in [place for place in self._hooks if place != last]:
             self._hooks.pop(place).remove()

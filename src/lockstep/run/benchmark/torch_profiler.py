@@ -1,9 +1,9 @@
-"""`profile="steps 10:20"`: what each rank did in these steps, as `torch.profiler` records it, in one file per rank.
+"""The setting `profile="steps 10:20"`: traces of these steps by `torch.profiler`, in one file per rank.
 
     DIRECTORY/profile/steps-10-20-rank0.json.gz     a Chrome trace: chrome://tracing, ui.perfetto.dev, TensorBoard, HTA
     DIRECTORY/profile/steps-10-20-rank1.json.gz
 
-A process that resumes within the range records the rest of it, and names its files after that.
+A process that resumes within the range records the rest of the range, and names its files by this rest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ACTIVITIES: Final = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU
 
 
 class StepProfiler:
-    """Records some of the steps of this rank; without any communication.
+    """Records a range of this rank's steps, without any communication.
 
     Args:
-        steps: which.
-        directory: for the traces; made when there is one.
-        rank: this one.
-        device: that it computes on.
-        marker: where it notes that a trace is written, which takes seconds.
+        steps: range of steps.
+        directory: for the traces; made with the first trace.
+        rank: of this process.
+        device: of the computation.
+        marker: is told that a trace is written, which takes seconds.
         say: tells the user, from the leader.
     """
 
@@ -53,16 +53,16 @@ class StepProfiler:
         self._marker: Final = marker
         self._say: Final = say
         self._profile: profile | None = None
-        self._step_range: record_function | None = None  # of the step in work
+        self._step_range: record_function | None = None  # of the current step
         self._began = 0  # steps that were done when recording began
-        self._done = 0  # ... and when it came to its last one
+        self._done = 0  # ... and at its last step
         self._is_over = False
 
     def at(self, step: int) -> None:
-        """``step`` steps are done, and the next one begins: recording begins, goes on or ends.
+        """Begin, continue or end recording, after ``step`` steps.
 
         Raises:
-            UsageError: if the script has a profiler of its own on where recording would begin.
+            UsageError: if a profiler of the script is on where recording would begin.
         """
         if self._is_over:
             return
@@ -92,7 +92,7 @@ class StepProfiler:
                 "leave one of the two out"
             )
         self._began = step
-        # There is one cycle, of which all events are kept in any case; without the word, torch 2.11 warns.
+        # A single cycle, whose events are all kept in any case; without the argument, torch 2.11 warns.
         self._profile = profile(activities=self._kinds, acc_events=True)
         self._profile.start()
 
@@ -119,7 +119,7 @@ class StepProfiler:
         name = f"steps-{self._began}-{self._done}-rank{self._rank}.json.gz"
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            # By its ending torch knows that it is to be compressed.
+            # By the file's ending torch knows that the trace is to be compressed.
             with replacement(self._directory / name) as beside:
                 recorded.export_chrome_trace(str(beside))
         except OSError as error:

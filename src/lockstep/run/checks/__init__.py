@@ -1,8 +1,8 @@
-"""What is refused or told while a run trains, each check with what to write instead.
+"""The checks of a run in training, whose errors and warnings say how to change the script.
 
 divergence        ranks that hold different values
 nonfinite         losses and gradients that are not finite
-loop_checks       what a body must not do because ranks run it different numbers of times
+loop_checks       what a body must not do, since ranks run the body different numbers of times
 update_checks     ... and must not do with gradients where ranks divide an update
 script_options    learning rates of a resumed script that differ from those the run began with
 oom_advice        two settings that would fit, where a GPU's memory is full

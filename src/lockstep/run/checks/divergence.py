@@ -1,8 +1,8 @@
-"""The comparison of ranks: those that hold different values are found and named.
+"""The comparison of ranks, which finds and names ranks with different values.
 
-Replicas are equal bit for bit after each step, and so is a checksum of each tensor. What a checkpoint would hold is
-compared, for it takes each tensor from one of the ranks: after the first step of a pass, every so many steps, and
-before each save, which is not made if they differ. Models are compared before each evaluation, too.
+Replicas are equal bit for bit after each step, and so are checksums of their tensors. The content of a checkpoint is
+compared, since a checkpoint takes each tensor from one rank: after the first step of a pass, every ``check_every``
+steps, and before each save, which is not made if ranks differ. Models are compared before each evaluation, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.nested import leaves
 
 _KEEP_WHOLE: Final = "Keep what is whole on each rank: an average of the weights needs ddp or zero"
 _NOTHING: Final[Mapping[str, object]] = {}
-# Of words of a GPU's tensors: so many are added up as one row, and weighed at once.
+# Numbers of words of a GPU's tensors that are added up as one row, and weighed at once.
 _ROW: Final = 1 << 12
 _AT_ONCE: Final = 1 << 22
 _ODD: Final = -7046029254386353131  # any odd number without a pattern would do
@@ -34,7 +34,7 @@ _PAD: Final = 0x5BD1E995  # any number that is rare
 
 
 class DivergenceCheck:
-    """Compares ranks.
+    """Compares the values of ranks.
 
     Args:
         group: all ranks.
@@ -42,7 +42,7 @@ class DivergenceCheck:
 
     def __init__(self, group: Group) -> None:
         self._group: Final = group
-        self._apart: Final[set[str]] = set()  # what the training is computed from, and each rank has its own of
+        self._apart: Final[set[str]] = set()  # inputs of the training that differ between ranks
         self._equal_at = 0  # the last step after which ranks were equal
 
     def compare(
@@ -54,13 +54,13 @@ class DivergenceCheck:
         inputs: Mapping[str, tuple[object, object]] | None = None,
         in_step: bool = False,
     ) -> None:
-        """Check that all tensors of ``state`` are the same on all ranks after ``step`` steps. Collective.
+        """Check that all tensors of ``state`` are equal on all ranks after ``step`` steps. Collective.
 
-        With ``in_step``, before the update of the one that follows.
+        With ``in_step``, the check is before the update of the next step.
 
-        So must be the plain values of what the script keeps, under ``kept_values``, and of kept schedulers, and to what
-        ``modules`` are set, by name; and the second one of each of ``inputs``, where the first one was. One pass over
-        the tensors, and about 1 ms; tensors that a rank holds a part of are left out. Waits for the GPU.
+        Plain values under ``kept_values``, those of kept schedulers, and the settings of ``modules``, by name, must be
+        equal, too; and the second value of each of ``inputs`` if the first values were equal. Takes one pass over the
+        tensors, and about 1 ms; tensors of which a rank holds a part are left out. Waits for the GPU.
 
         Raises:
             MismatchError: naming the tensors and ranks that differ.
@@ -75,13 +75,13 @@ class DivergenceCheck:
         given = {n: tuple(zlib.crc32(repr(one).encode()) for one in two) for n, two in (inputs or {}).items()}
         given = {name: sums for name, sums in given.items() if name not in self._apart}
         every = sorted(own.items()), sorted((name, now) for name, (_, now) in given.items())
-        found = zlib.crc32(repr(every).encode())  # objects may tell of their parts in any order
+        found = zlib.crc32(repr(every).encode())  # objects may give their parts in any order
         if len(set(self._group.gather_objects(found, "a checksum of all state"))) > 1:
             self._name_differences(own | self._differing(given), step, in_step, set(modules))
         self._equal_at = step
 
     def _differing(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-        """What was the same on all ranks and is not any more. Collective; what was not is left out from now on."""
+        """Inputs that were equal on all ranks and now differ; others are ignored from now on. Collective."""
         by_rank = self._group.gather_objects(given, "what the training is computed from")
         names = dict.fromkeys(name for one in by_rank for name in one)
         differ = [name for name in names if len({one[name][1] if name in one else None for one in by_rank}) > 1]
@@ -123,9 +123,9 @@ class DivergenceCheck:
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass over it, and no wait.
+    """A whole number, of no dimension, on the tensor's device: equal for equal bits; one pass, without a wait.
 
-    Another one where one bit differs, or where two places are exchanged.
+    The number differs if one bit differs, or two elements are exchanged.
 
     Raises:
         UsageError: for a tensor of which this rank holds a part.
@@ -146,7 +146,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _of_cpu(flat: torch.Tensor) -> int:
-    # Not by NumPy: a storage that NumPy has seen cannot be resized any more, and FSDP resizes that of gathered ones.
+    # Not by NumPy: a storage that NumPy has viewed cannot be resized, and FSDP resizes storages of gathered parameters.
     return zlib.crc32((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()) if flat.numel() else b"")
 
 
@@ -156,7 +156,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UsageError: for a tensor of which this rank holds a part.
     """
-    if hasattr(tensor, "to_local"):  # as a divided one of torch has
+    if hasattr(tensor, "to_local"):  # as torch's DTensor has
         raise UsageError(
             f"run.keep(...) of a tensor of shape {tuple(tensor.shape)} of which this rank holds a part, as of the "
             f"parameter that it was made from. {_KEEP_WHOLE}"
@@ -165,7 +165,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
-    """What ``tensors`` of no dimension hold; waits once for each device and type."""
+    """The values of ``tensors`` of no dimension; waits once for each device and type."""
     found = dict.fromkeys(range(len(tensors)), 0.0)
     for kind in {(one.device, one.dtype) for one in tensors}:
         indices = [i for i, one in enumerate(tensors) if (one.device, one.dtype) == kind]
@@ -174,9 +174,9 @@ def numbers(tensors: Sequence[torch.Tensor]) -> list[float]:
 
 
 def weighed(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The checksums of bytes of one device where a CPU does not compute them.
+    """The checksums of ``flats``, bytes on one device that is not a CPU.
 
-    Of all together, in few launches::
+    All checksums are computed together, in few launches::
 
         words of a tensor, in rows, padded       each times the weight of its place in the row, added up by rows,
         a b c d                                  each sum times the weight of its row, added up by tensors
@@ -204,7 +204,7 @@ def _words_of(flat: torch.Tensor) -> torch.Tensor:
 
 
 def _tables(words: Sequence[torch.Tensor], rows: Sequence[int], padding: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The rows of all ``words``, so many of them, in tables of up to `_AT_ONCE`; the last ones of each are padded."""
+    """The ``rows`` rows of all ``words``, in tables of up to `_AT_ONCE` words; the last row of each is padded."""
     parts: list[torch.Tensor] = []
     room = _AT_ONCE
     for each, number in zip(words, rows, strict=True):
@@ -223,17 +223,17 @@ def _tables(words: Sequence[torch.Tensor], rows: Sequence[int], padding: torch.T
 
 
 def tensors_in(value: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """The whole tensors within mappings and sequences, each with the way to it, such as ``models.0.weight``."""
+    """The tensors within mappings and sequences, each with its path, such as ``models.0.weight``."""
     return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def schedulers_in(kept: Mapping[str, object]) -> dict[str, object]:
-    """The states of schedulers among what is kept: what they decide counts for all ranks."""
+    """The states of schedulers among kept objects, whose decisions must be equal on all ranks."""
     return {name: state for name, state in kept.items() if isinstance(state, Mapping) and "last_epoch" in state}
 
 
 def plain_in(value: object, path: str = "run.kept") -> Iterator[tuple[str, object]]:
-    """The plain values within mappings and sequences, each with the way to it."""
+    """The plain values within mappings and sequences, each with its path."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from plain_in(inner, f"{path}.{key}")
@@ -256,5 +256,5 @@ def _weights(device: torch.device, length: int) -> torch.Tensor:
 
 @cache
 def _padding(device: torch.device, length: int) -> torch.Tensor:
-    """No zeros, so that lengths count."""
+    """Padding words, not zeros, so that lengths change the checksum."""
     return torch.full((length,), _PAD, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
-"""What the body of the loop must not do, because the ranks run it different numbers of times in a step.
+"""Checks of the loop's body, which ranks run different numbers of times in a step.
 
     step of 4 micro-batches     1 rank: the body runs 4 times     3 ranks: once, once, twice     4 ranks: once each
 
-So whatever the body changes for the next step (a learning rate, an average of the weights, a count) it changes once a
-step: where `Run.step` returns True. The same goes for parameters that it changes by itself, such as those of a teacher.
+So changes by the body for the next step (a learning rate, an average of the weights, a count) must be made once a step:
+where `Run.step` returns True. This also holds for parameters that the body changes itself, such as a teacher's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORWARD = (
 
 
 class LoopChecks:
-    """Of one run, on one rank; none of them waits for another rank, nor for a GPU but where bodies are compared.
+    """The loop checks of a run on one rank, which wait for no other rank, and for a GPU only to compare bodies.
 
     Args:
         state: what the run holds.
@@ -47,7 +47,7 @@ class LoopChecks:
     def __init__(self, state: State) -> None:
         self._state: Final = state
         self._options: list[Any] = []  # of all optimizers at the step's first backward pass
-        # What the body began with, if it is compared at the body's end: marks of kept objects, checksums of parameters.
+        # Values at the body's beginning, to be compared at its end: marks of kept objects, checksums of parameters.
         self._kept_marks: dict[str, Any] | None = None
         self._checksums_before: dict[nn.Parameter, int] | None = None
         self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
@@ -64,14 +64,14 @@ class LoopChecks:
             hook.remove()
 
     def note_options(self) -> None:
-        """A step's first backward pass: options of optimizers are from now on what they are."""
+        """Note the options of optimizers at a step's first backward pass."""
         self._options = self._options_now()
 
     def require_same_options(self, step: int) -> None:
         """Check that no option of an optimizer has changed since `note_options`.
 
         Raises:
-            UsageError: if one has.
+            UsageError: if one has changed.
         """
         now = self._options_now()
         if now == self._options:
@@ -87,7 +87,7 @@ class LoopChecks:
                         )
 
     def begin_body(self, *, compare: bool) -> None:
-        """A micro-batch is handed out; with ``compare``, what the body must not change is compared at its end."""
+        """Begin the body for a micro-batch; with ``compare``, forbidden changes are looked for at its end."""
         self._kept_marks = {name: _mark(value) for name, value in self._state.kept.items()} if compare else None
         self._checksums_before = self._checksums() if compare else None
         if compare:
@@ -96,11 +96,11 @@ class LoopChecks:
                 self._state.attributes.begin_body()
 
     def note_point(self) -> None:
-        """A step has ended, and the run can be gone on from here: what changes until the next update is looked for."""
+        """Note the state at a step's end, to find changes by the script until the next update."""
         self._at_point = self._options_now(), {name: _mark(value) for name, value in self._state.kept.items()}
 
     def changed_since_point(self) -> str | None:
-        """What the script or its data set has changed since `note_point`, which is asked once; None: nothing."""
+        """The first change by the script or its data set since `note_point`; None: no change. To be asked once."""
         noted, self._at_point = self._at_point, None
         if noted is None:
             return None
@@ -113,7 +113,7 @@ class LoopChecks:
         self._at_point = None
 
     def end_step(self, strategy: Strategy) -> None:
-        """Optimizers have stepped, and what is to come of the body may change kept objects and parameters.
+        """End the comparison of bodies after the optimizers' steps: the rest of the body may change kept objects.
 
         Raises:
             UsageError: if bodies are compared in this step, and an optimizer has state that cannot be saved.
@@ -148,10 +148,10 @@ class LoopChecks:
             )
 
     def end_body(self, index: int, of: int) -> None:
-        """The body is over, in which `Run.step` did not return True.
+        """Check a body, at its end, in which `Run.step` did not return True.
 
         Raises:
-            UsageError: if it changed a kept object or a parameter.
+            UsageError: if the body changed a kept object or a parameter.
         """
         self.require_parameters_unchanged(index, of)
         before, self._kept_marks = self._kept_marks, None
@@ -186,7 +186,7 @@ class LoopChecks:
                 )
 
     def _checksums(self) -> dict[nn.Parameter, int]:
-        """Of what this rank holds of each parameter. A model that is divided may show what it has gathered instead."""
+        """Checksums of this rank's part of each parameter; a divided model's own list, not its gathered parameters."""
         parameters: list[nn.Parameter] = []
         for model, own in zip(self._state.models, self._state.parameters, strict=True):
             is_divided = any(hasattr(p, "to_local") for p in own)
@@ -229,7 +229,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mark(value: Stateful) -> object:
-    """Something that differs if ``value`` has been changed, however it was done; waits for the GPU."""
+    """A mark that differs if ``value`` was changed, in whatever way; waits for the GPU."""
     state = value.state_dict()
     return map_leaves(_without_values, state), checksums([tensor for _, tensor in tensors_in(state)])
 

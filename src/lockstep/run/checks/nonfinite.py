@@ -1,7 +1,7 @@
 """Losses and gradients that are not finite: reported at once, and by default the end of the run.
 
 On a CPU a loss is checked before its backward pass, and a step's gradient before the update, so the parameters are
-still good. The CPU does not wait for a GPU: it asks for values, which are read one step later, or before a save.
+still good. The host does not wait for a GPU: values are copied, and read one step later, or before a save.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OnNan = Literal["stop", "locate", "warn", "ignore"]
 _Asked = tuple[PinnedCopy, list[tuple[int, str, str]]]  # values on their way, how many each text is of
 _LEAST_SCALE = 1.0  # of fp16's losses: sixteen skipped steps below the first one
 
-#: A training that is repeated has the same bits, and so the same gradients.
+#: A repeated training has the same bits, and so the same gradients.
 _LOCATE: Final = (
     " To learn which rank and micro-batch brought it, resume with Run(on_nan='locate') or LOCKSTEP_ON_NAN=locate: "
     "where the same step passes then, a device has computed wrong bits"
@@ -34,15 +34,15 @@ _OF_NOTHING: Final = "give the sum, for a mean over nothing is none: run.step(lo
 
 
 class NonFiniteChecks:
-    """Of one rank.
+    """The checks for finite losses and gradients on one rank.
 
     Args:
         on_nan: stop: raise; locate: raise, and look at each micro-batch's gradient before the sum; warn: report it,
             once for each kind; ignore: check nothing.
-        rank: this one.
-        warn: says a line for this rank, and sees to it that checkpoints from before it are kept.
+        rank: of this process.
+        warn: prints a line for this rank, and protects earlier checkpoints.
         last_good: gives the step of the checkpoint that was committed last.
-        read_later: gives what reads the values of a GPU later.
+        read_later: copies a GPU's values to the host, to be read later.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class NonFiniteChecks:
         self._last_good: Final = last_good
         self._read_later: Final = read_later
         self._said: set[str] = set()
-        self._values: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: what is to be finite
+        self._values: list[tuple[torch.Tensor, str, str]] = []  # of this step, on the GPU: values that must be finite
         self._asked: _Asked | None = None  # of the step before
 
     def loss(self, loss: torch.Tensor, step: int, index: int, of: int, items: int | torch.Tensor) -> None:
-        """The loss of micro-batch ``index``, of ``of``, over ``items``, is known, in the step after ``step`` steps.
+        """Check the loss of micro-batch ``index`` of ``of``, over ``items``, in the step after ``step`` steps.
 
         Raises:
-            NonFiniteError: if it is not finite and the run is to stop.
+            NonFiniteError: if it is not finite and the run must stop.
         """
         if self._on_nan == "ignore":
             return
@@ -92,13 +92,13 @@ class NonFiniteChecks:
         step: int,
         micro_batches: str,
     ) -> Iterator[None]:
-        """Look at this rank's gradients as the backward passes within compute them, before any sum.
+        """A context in which this rank's gradients are checked as backward passes compute them, before any sum.
 
-        Waits for a GPU at each of ``parameters``. Of those that ranks hold parts of, no rank has a gradient of its own.
+        Waits for a GPU at each of ``parameters``. Of divided parameters no rank has a gradient of its own.
 
         Raises:
-            NonFiniteError: if one is not finite and the run is to locate it. It names the first such parameter in the
-                order of the backward pass, which is the one nearest to the loss.
+            NonFiniteError: if a gradient is not finite and ``on_nan`` is ``locate``. The error names the first such
+                parameter in the order of the backward pass, which is the nearest to the loss.
         """
         if self._on_nan != "locate":
             yield
@@ -117,17 +117,17 @@ class NonFiniteChecks:
                 hook.remove()
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
-        """The gradient of the step after ``step`` steps is summed; this rank's part of it.
+        """Check this rank's part of the summed gradient of the step after ``step`` steps.
 
         Raises:
             NonFiniteError: if it is not finite and the run is to stop.
         """
         if self._on_nan == "ignore":
             return
-        # The sum of numbers one of which is not finite is not finite, and takes one pass over them. Where the sum is
-        # too large for its type, the numbers themselves are asked.
+        # A sum with a number that is not finite is not finite, and takes one pass. If the sum is too large for its
+        # type, the numbers themselves are checked.
         held = [values for p in parameters if (values := has_gradient(p)) is not None]
-        # This rank holds this part of the sum and is not named: any rank's micro-batch may have brought what is odd.
+        # This rank is not named: any rank's micro-batch may have brought the value into the sum.
         where = f"at step {step + 1}, in the sum over the micro-batches of all ranks, any of which may have brought it"
         if held and not held[0].is_cpu:
             for largest in _largest(held):
@@ -142,10 +142,10 @@ class NonFiniteChecks:
             self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
 
     def loss_scale(self, scale: float, step: int) -> None:
-        """In fp16, after a step that was skipped: what is left of the loss scale.
+        """Check the loss scale in fp16, after a step that was skipped.
 
         Raises:
-            NonFiniteError: if it is so small that fp16 cannot be the reason, and the run is to stop.
+            NonFiniteError: if the scale is so small that fp16 cannot be the reason, and the run must stop.
         """
         if self._on_nan != "ignore" and scale < _LEAST_SCALE:
             self._found(
@@ -155,10 +155,10 @@ class NonFiniteChecks:
             )
 
     def step_ended(self) -> None:
-        """Read the values of the step before, and ask the GPU for those of this one.
+        """Read the values of the step before, and begin to copy those of this step from the GPU.
 
         Raises:
-            NonFiniteError: if something was not finite and the run is to stop.
+            NonFiniteError: if a value was not finite and the run must stop.
         """
         asked, self._asked = self._asked, None
         if self._values:
@@ -167,7 +167,7 @@ class NonFiniteChecks:
             self._read(asked)
 
     def settle(self) -> None:
-        """Read all values of the steps so far; waits for the GPU. Before they are saved.
+        """Read all values of the steps so far, before a save; waits for the GPU.
 
         Raises:
             NonFiniteError: if something was not finite and the run is to stop.
@@ -176,7 +176,7 @@ class NonFiniteChecks:
         self.step_ended()
 
     def _ask(self) -> None:
-        device = self._values[0][0].device  # a model may lie on several
+        device = self._values[0][0].device  # a model may lie on several devices
         values = torch.cat([each.to(device) for each, _, _ in self._values])
         self._asked = self._read_later(values), [(len(each), kind, text) for each, kind, text in self._values]
         self._values = []
@@ -204,7 +204,7 @@ class NonFiniteChecks:
 
 
 def _largest(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The greatest absolute value of each, which is not finite where one of its elements is not; in few launches."""
+    """The greatest absolute value of each gradient, not finite if an element is not; in few launches."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in gradients:
         if each.numel():

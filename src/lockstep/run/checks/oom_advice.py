@@ -1,9 +1,9 @@
-"""How much memory is free, and what to advise when a GPU's is full: two settings that would fit, by estimate.
+"""Free memory, and advice when a GPU's memory is full: two settings that would fit, by estimate.
 
     peak  =  what stays                             +  what grows with the micro-batch
              parameters, gradients, optimizer          activations: halved by half of it, or by 16 bits
 
-Nothing of it is done automatically.
+No setting is changed automatically.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from lockstep.memory_use import MemoryUse, host_memory
 
 _GIB = 1 << 30
-# Of the device's memory, what fragments and libraries leave to use.
+# The part of the device's memory that fragments and libraries leave to use.
 _USABLE = 0.92
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """How far a rank's GPU memory went, in bytes."""
+    """The peak use of a rank's GPU memory, in bytes."""
 
-    peak: int  #: allocated at most, with what could not be had
+    peak: int  #: allocated at most, including the failed allocation
     stays: int  #: parameters, their gradients, the optimizer's state
     total: int  #: of the device
     micro_batch: int
@@ -40,7 +40,7 @@ class MemoryPeak:
         return self.at(micro_batch, halved=halved) <= self.total * _USABLE
 
     def largest(self, *, halved: bool) -> int | None:
-        """The largest micro-batch, from this one down by halves, that is expected to fit."""
+        """The largest micro-batch that is expected to fit, from the present one down by halves."""
         size = self.micro_batch if halved else self.micro_batch // 2
         while size and not self.fits(size, halved=halved):
             size //= 2
@@ -48,7 +48,7 @@ class MemoryPeak:
 
 
 def advice(peak: MemoryPeak) -> list[str]:
-    """Lines for the user. Nothing is done automatically: each change would alter the bits of the result."""
+    """Lines of advice for the user. No setting is changed automatically, which would alter the bits of the result."""
     ways = []
     if (size := peak.largest(halved=False)) is not None:
         ways.append(f"micro_batch={size} ({peak.at(size, halved=False) / _GIB:.1f} GiB)")
@@ -75,9 +75,9 @@ def free_bytes(device: torch.device, ranks: int) -> int:
 
 
 def gpu_memory(device: torch.device) -> MemoryUse:
-    """What this process takes of the host's memory, and its tensors of that of the GPU ``device``. Waits for nothing.
+    """This process's use of host memory, and its tensors' use of the GPU ``device``. Does not wait for the GPU.
 
-    Free is also what torch has reserved and no tensor takes.
+    Memory that torch has reserved and no tensor takes counts as free.
     """
     host = host_memory()
     try:
@@ -90,7 +90,7 @@ def gpu_memory(device: torch.device) -> MemoryUse:
 
 
 def wanted_bytes(error: BaseException) -> int:
-    """How much could not be allocated, from torch's text ``Tried to allocate 2.00 GiB``; 0 if it does not say."""
+    """The bytes of the failed allocation, from torch's text ``Tried to allocate 2.00 GiB``; 0 if not in the text."""
     parts = str(error).partition("Tried to allocate ")[2].split()
     units = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
     try:
@@ -100,12 +100,12 @@ def wanted_bytes(error: BaseException) -> int:
 
 
 def staying_bytes(tensors: list[torch.Tensor], gradients: list[torch.Tensor]) -> int:
-    """What ``tensors`` take, and gradients of ``gradients``."""
+    """The bytes of ``tensors``, and of gradients for ``gradients``."""
     return sum(t.numel() * t.element_size() for t in [*tensors, *gradients])
 
 
 def add_memory_advice(error: BaseException, peak: MemoryPeak) -> None:
-    """``error`` says it too, from here on; once."""
+    """Add the advice to ``error``, unless it has notes already."""
     if not getattr(error, "__notes__", None):
         for line in advice(peak):
             error.add_note(line)

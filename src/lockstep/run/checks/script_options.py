@@ -1,4 +1,4 @@
-"""Options of optimizers, such as learning rates, where a resumed script gives others than the run began with."""
+"""Options of optimizers, such as learning rates, that a resumed script gives differently from the run's beginning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BASE: Final = "initial_lr"  # what torch's schedulers multiply; they set it whe
 
 
 class ScriptOptions:
-    """The options of each parameter group as the script gave them, noted before a checkpoint is loaded."""
+    """The script's options of each parameter group, noted before a checkpoint is loaded."""
 
     def __init__(self, state: State) -> None:
         self._state: Final = state
@@ -24,17 +24,17 @@ class ScriptOptions:
         self._texts: Final = optimizers_of(state.optimizers)
 
     def settle(self, began: Sequence[Any], *, script_holds: bool) -> tuple[list[list[object]], list[str]]:
-        """After a checkpoint was loaded: give optimizers and schedulers the script's options, if these are to hold.
+        """Give optimizers and schedulers the script's options after a checkpoint was loaded, if ``script_holds``.
 
-        Only what the script gives otherwise than before is set: the rest may have changed since by a schedule. Where a
-        scheduler of torch sets the learning rate, its base is changed, and the rate itself in proportion.
+        Only options that the script has changed are set: others may have changed since by a schedule. If a torch
+        scheduler sets the learning rate, its base is changed, and the rate itself in proportion.
 
         Args:
-            began: what `optimizers_of` gave when the run began, or when the script's options were taken last.
-            script_holds: whether the script's hold, and not the checkpoint's.
+            began: result of `optimizers_of` when the run began, or when the script's options were taken last.
+            script_holds: whether the script's options are used, not the checkpoint's.
 
         Returns:
-            What `began` is for the next checkpoint, and a text about each option that differs.
+            `began` for the next checkpoint, and a text about each option that differs.
         """
         holds, said = [], []
         for place, (optimizer, (_, were), (kind, texts)) in enumerate(
@@ -90,7 +90,7 @@ def _set(group: dict[str, Any], name: str, value: Any, began: str) -> None:
 
 def _put(group: dict[str, Any], name: str, value: Any) -> None:
     if isinstance(there := group.get(name), torch.Tensor):
-        there.fill_(float(value))  # what is compiled or captured reads this tensor
+        there.fill_(float(value))  # compiled or captured code reads this tensor
     else:
         group[name] = value
 

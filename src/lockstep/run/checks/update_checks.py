@@ -1,4 +1,4 @@
-"""What a script must not do with gradients and optimizers where ranks divide a step's update between them.
+"""Checks of gradients and optimizers under strategies where ranks divide a step's update.
 
 between run.backward and run.update     a rank may lack gradients: what is computed from all of them would differ
 a hook of an optimizer's step           sees the parameters that this rank steps, and their gradients only
@@ -31,7 +31,7 @@ _GRADIENTS: Final = (1.0, 1e2, 1e4)
 
 
 class UpdateChecks:
-    """Of one run, on one rank."""
+    """The update checks of a run, on one rank."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
@@ -41,16 +41,17 @@ class UpdateChecks:
 
     @property
     def share(self) -> UpdateShare:
-        """What this rank has of each update."""
+        """This rank's share of each update."""
         return self._context.strategy.update_share
 
     def compare_ranks(self, step: int) -> None:
-        """Compare ranks before the update after ``step`` steps, where it would hide that they differ. Collective.
+        """Compare ranks before the update after ``step`` steps, if the update would hide differences. Collective.
 
-        It would where all have all gradients, each steps some parameters, and takes the others from their owners.
+        An update hides differences if all ranks have all gradients, and each steps some parameters and takes the others
+        from their owners.
 
         Raises:
-            MismatchError: if they hold different parameters or gradients.
+            MismatchError: if ranks hold different parameters or gradients.
         """
         if self.share.is_whole or not (self.share.has_gradients and self._context.share.in_step):
             return
@@ -62,7 +63,7 @@ class UpdateChecks:
         """Check that a script which calls ``run.backward`` finds all gradients before ``run.update``.
 
         Raises:
-            UsageError: if this rank, or another one, has some of them only.
+            UsageError: if some rank has only some of the gradients.
         """
         if not self.share.has_gradients:
             raise UsageError(
@@ -72,7 +73,7 @@ class UpdateChecks:
             )
 
     def require_apart(self, optimizer: torch.optim.Optimizer, sparse: Collection[nn.Parameter]) -> None:
-        """Check that ``optimizer`` can step some parameters on this rank, and others on another one.
+        """Check that ``optimizer`` can step some parameters on this rank, and others on other ranks.
 
         Before its first step a copy of it steps a few of its parameters; about 1 ms.
 

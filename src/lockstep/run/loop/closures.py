@@ -1,10 +1,10 @@
 """Optimizers that compute the loss several times in a step, through a closure, such as LBFGS and SAM.
 
-the step's micro-batches     each is computed once, as for any optimizer, and held with its random numbers
-optimizer.step(closure)      .grad holds the global batch's gradient; each call of the closure goes through all of them
+the step's micro-batches     each is computed once, as for any optimizer, and held with its random state
+optimizer.step(closure)      .grad holds the global batch's gradient; each call computes all micro-batches
                              again: the same data, the same random numbers, reduced over ranks along the same tree
 
-So the closure gives the same bits on any number of ranks, as one over the whole global batch would.
+So the closure gives the same bits on any number of ranks, as a closure over the whole global batch would.
 """
 
 from __future__ import annotations
@@ -68,31 +68,31 @@ def refuse_beside(state: State, name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HeldMicroBatch:
-    """What computes the loss of one micro-batch again."""
+    """The function and the data that compute the loss of a micro-batch again."""
 
     position: MicroBatchPosition
     task: LossCall
     random_state: list[torch.Tensor]  #: before the loss was computed first
-    items: int | torch.Tensor  #: that the loss is the mean over
-    weight: torch.Tensor | None  #: what its backward pass begins with
-    loss: torch.Tensor  #: when it was computed first
+    items: int | torch.Tensor  #: number that the loss is the mean over
+    weight: torch.Tensor | None  #: factor of the loss in the backward pass
+    loss: torch.Tensor  #: of the first computation
 
 
 class ClosureSteps:
-    """Holds the micro-batches of a step, and makes the step of an optimizer with a closure over them."""
+    """Holds the micro-batches of a step, and steps an optimizer with a closure over these micro-batches."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._held: list[HeldMicroBatch] = []
 
     def random_state(self) -> list[torch.Tensor]:
-        """The state of torch's generators, those of the CPU and of the device."""
+        """The state of torch's random generators of the CPU and of the device."""
         device = self._context.device
         on_device = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
         return [torch.get_rng_state(), *on_device]
 
     def hold(self, held: HeldMicroBatch) -> None:
-        """One more micro-batch of the step."""
+        """Add a micro-batch to the step."""
         self._held.append(held)
 
     def discard(self) -> None:
@@ -111,7 +111,7 @@ class ClosureSteps:
         first = _Evaluation(self._mean([(one.loss, one) for one in held]), target)
 
         def closure() -> torch.Tensor:
-            # Most optimizers begin by computing what is there already.
+            # Most optimizers begin by computing the loss and gradient that are there already.
             return first.loss if first.holds() else self._evaluate(held, target, counted=counted)
 
         closed: Any = torch.enable_grad()(closure)
@@ -147,7 +147,7 @@ class ClosureSteps:
         return self._mean(losses)
 
     def _mean(self, losses: list[tuple[torch.Tensor, HeldMicroBatch]]) -> torch.Tensor:
-        """The mean over the global batch, the same bits on every rank and any number of them. Collective."""
+        """The mean loss over the global batch, the same bits on every rank and for any number of ranks. Collective."""
         means = MetricMeans()
         for loss, one in losses:
             if not one.position.is_padding:
@@ -162,14 +162,14 @@ class ClosureSteps:
 
 
 def own_gradients(target: ParameterSet) -> None:
-    """Gradients are in memory of their own: an optimizer may keep one, and the next evaluation overwrites buckets."""
+    """Move gradients out of buckets: an optimizer may keep a gradient, and the next evaluation overwrites buckets."""
     for parameter in target.parameters:
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 
 
 class _Evaluation:
-    """What was computed before the optimizer's step began, for as long as nothing has changed."""
+    """The loss and gradient computed before the optimizer's step, valid until a parameter or gradient changes."""
 
     def __init__(self, loss: torch.Tensor, target: ParameterSet) -> None:
         own_gradients(target)
@@ -179,7 +179,7 @@ class _Evaluation:
         self._versions: Final = self._now()
 
     def holds(self) -> bool:
-        """Whether parameters and gradients are still those."""
+        """Whether parameters and gradients are unchanged since the loss was computed."""
         is_there = all(p.grad is g for p, g in zip(self._target.parameters, self._gradients, strict=True))
         return is_there and self._versions == self._now()
 

@@ -1,11 +1,11 @@
-"""The end of a step, once the body of the loop is over: ranks are compared, and decisions to save or stop carried out.
+"""The end of a step, after the body of the loop: ranks are compared, and decisions to save or stop carried out.
 
 the body    ... run.step(loss) makes the step       counted at once, as `Run.progress` says
             the rest of the body
 its end     [checks of the GPU's flags, save/stop agreement, comparison of ranks, checkpoint, stop]
 
-Where the loop is left by ``break``, the end comes at the next pass, or when the outer loop's turn is over: a resumed
-script repeats the turn, and could not be brought to a place in it that lies behind a break.
+Where the loop is left by ``break``, the step's end comes at the next pass, or when the outer loop's turn is over: a
+resumed script repeats the turn, and cannot be brought to a place behind a break.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.stopping.save_stop import Decision
 from lockstep.strategies import ServerStrategy
 
-#: Steps of this process after which every rank has ended one: if one is lost then, the others have a state to leave.
+#: Steps of this process after which every rank has ended a step: if a rank is lost then, the others have a state to
+#: leave.
 _SAFE_STEPS: Final = 2
 #: Turns of the outer loop after which ranks compare what they have logged; later only now and then.
 _COMPARED_TURNS: Final = 2
 
 
 class EndOfStep:
-    """Counts the steps, and does what belongs to their ends."""
+    """Counts the steps, and does the work at each step's end: comparing ranks, saving, stopping."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class EndOfStep:
         self.point: Final = point
         self.proof: Final = proof
         self._snapshot: Final = snapshot
-        self.compare_ranks: Final = snapshot.compare_ranks  #: see there
+        self.compare_ranks: Final = snapshot.compare_ranks  #: see `RunSnapshot.compare_ranks`
         self._position: Final = context.position
         self._identity: Final = context.identity
         self._loaders: Final = loaders
@@ -64,15 +65,15 @@ class EndOfStep:
         self._idle_devices: Final = open_idle_devices(context)
         self._save_stop: Final = context.save_stop
         self._turns = 0  # of the outer loop, in this process
-        self._rows_of_turn: list[LoggedRow] = []  # what the turn of the outer loop had logged that ended last
-        self._save_again = False  # what a checkpoint of the last step would hold has changed since it was saved
-        self.error: LockstepError | None = None  #: met where a loop was left by `break`, to be raised at the end
+        self._rows_of_turn: list[LoggedRow] = []  # logged in the last ended turn of the outer loop
+        self._save_again = False  # whether the state has changed since the last step was saved
+        self.error: LockstepError | None = None  #: from where a loop was left by `break`, raised at the step's end
         self.steps = 0  #: done by this process
-        self._steps_before_pass = 0  # ... when the pass began that is open, or was left by `break`
+        self._steps_before_pass = 0  # done when the pass that is open, or was left by `break`, began
         self.stopped = False  #: whether the run was asked to stop, and has
 
     def count(self, samples: int) -> None:
-        """A step of ``samples`` is done; its end comes when the body of the loop is over. Once for each step."""
+        """Count a step of ``samples``, once; the step's end comes when the body of the loop is over."""
         if self._position.step_end.is_to_come:
             return
         self._position.note("made")
@@ -82,7 +83,7 @@ class EndOfStep:
         self._position.evaluations = self._position.evaluations_done = 0
         self._context.metrics.step_is_done()
         self.proof.step_is_done()
-        # In what is left of the body ranks stand at different micro-batches, and are to draw alike.
+        # In the rest of the body, ranks are at different micro-batches, and must draw equal random numbers.
         self._position.seed_script("body")
         self._context.marker.set_step(self._position.progress.step)
 
@@ -93,7 +94,7 @@ class EndOfStep:
         return step_end.is_to_come or (step_end.is_left and not isinstance(self._context.strategy, ServerStrategy))
 
     def finish(self) -> None:
-        """The body in which a step was done is over: what belongs to the step's end comes now. Collective.
+        """End the last step, now that the body in which the step was done is over. Collective.
 
         To be called where a resume can go on.
         """
@@ -106,18 +107,18 @@ class EndOfStep:
             return
         if not before.is_compared:
             self._finite.step_ended()
-        self._context.metrics.step_is_done()  # what the rest of the body has measured
+        self._context.metrics.step_is_done()  # for values measured in the rest of the body
         self._context.emergency.note_late(step)
         self._log.forget_rows()
         self.point.reach()
         if self._mirrors:
             buffers = (buffer for _, buffer in self._context.state.buffers)
             self._context.emergency.mirror(self._snapshot.take_own, self.about_left, buffers)
-        # Now that the step is safe: a rank may be gone.
+        # Only now that the step is safe, since a rank may be gone.
         self.proof.body_is_over(partial(self._snapshot.compare_ranks, looked_at=False))
         if self.steps == _SAFE_STEPS:
             self._context.emergency.forget_before()
-        self._log.write_recent()  # before it is saved: a resumed run has logged it
+        self._log.write_recent()  # before the save: a resumed run has logged these
         decision = self._save_stop.after_step(step)
         if not before.is_compared and self._compares and not decision.saves:
             self._snapshot.compare_ranks()
@@ -131,8 +132,8 @@ class EndOfStep:
         self.begin_next()
 
     def finish_turn(self) -> None:
-        """A turn of the outer loop is over, and a step in it that was left by ``break``. Collective."""
-        # A step that was left by `break` ends here: what was logged since is then forgotten, and belongs to the turn.
+        """End a turn of the outer loop, and a step in it that was left by ``break``. Collective."""
+        # A step that was left by `break` ends here, which forgets the rows logged since: these rows belong to the turn.
         step = self._position.progress.step if self._position.step_end.is_to_come else None
         before = [row for row in self._log.rows if row[0] == step]
         self.finish()
@@ -144,10 +145,10 @@ class EndOfStep:
         self._say_missing_best(None)
 
     def begin_next(self, *, begins_pass: bool = False) -> None:
-        """What follows belongs to the next step, where steps are recorded or measured.
+        """Begin the next step, for a benchmark or profiler that records steps.
 
         Raises:
-            SystemExit: with code 0, where that was the last step to be measured.
+            SystemExit: with code 0, after the last step to be measured.
         """
         if begins_pass:
             self._steps_before_pass = self.steps
@@ -158,11 +159,11 @@ class EndOfStep:
             self._context.profiler.at(self._position.progress.step)
 
     def finish_left(self) -> None:
-        """The loop was left by ``break``, and the script is not yet where a resume can go on. Collective.
+        """Do a part of the step's end after a ``break``, where a resume could not go on yet. Collective.
 
-        A resumed script repeats a turn of its outer loop, and cannot know that it was past its break: so the decisions
-        wait for the next pass, or for the end of the turn. Not so where ranks serve others, for servers do not learn of
-        a break before they have ended the step.
+        A resumed script repeats a turn of its outer loop, and cannot know that the break was passed: so decisions to
+        save or stop wait for the next pass, or for the end of the turn. Where ranks serve others, the whole step ends
+        now, since servers learn of a break only after they have ended the step.
         """
         step_end = self._position.step_end
         if not step_end.is_left or isinstance(self._context.strategy, ServerStrategy):
@@ -176,9 +177,9 @@ class EndOfStep:
                 self._snapshot.compare_ranks()
 
     def save_if_best(self) -> None:
-        """Metrics were measured: a checkpoint is to be kept if the one that the run is judged by is best. Collective.
+        """Save a checkpoint to be kept if the metric that the run is judged by has a new best value. Collective.
 
-        It is saved now, or where the step ends.
+        The checkpoint is saved now, or at the step's end if that is still to come.
         """
         if self._position.note_best():
             self._save_again = True
@@ -187,15 +188,15 @@ class EndOfStep:
         self._say_missing_best(self._position.progress.step)
 
     def note_end(self) -> None:
-        """Early stopping has ended the training: the last save says so, whatever was saved of the last step."""
+        """Have the last step saved again, so that the checkpoint says that early stopping has ended the training."""
         self._save_again = True
 
     def finish_last(self) -> None:
-        """The training is over: the last step ends, and is saved or at least compared between ranks. Collective."""
+        """End the last step of the training; save the step, or without a directory compare ranks. Collective."""
         self.finish()
         self._log.compare_given()
         checkpointer, step = self._context.checkpointer, self._position.progress.step
-        # What the script has done since, such as with the best weights, is to be in the last checkpoint.
+        # Later changes by the script, such as loading the best weights, must be in the last checkpoint.
         if checkpointer.saved_step == step and self._snapshot.changed_since_taken():
             self._save_again = True
         self.save()
@@ -226,7 +227,7 @@ class EndOfStep:
                     self._context.stop_requests.acknowledge()
 
     def save(self) -> None:
-        """Begin to save the state after the last step, unless that is done. Collective."""
+        """Begin to save the state after the last step, unless this state is saved already. Collective."""
         phase = self._context.marker.set_phase("save")
         self._finite.settle()
         self._context.warnings.say_all()
@@ -241,17 +242,17 @@ class EndOfStep:
         self._context.marker.set_phase(phase)
 
     def compare_data(self, *, within_pass: Collection[str]) -> None:
-        """What the bits depend on is compared with the run that was resumed, now that the data is known.
+        """Compare the identity of the data, now known, with that of the run that was resumed.
 
         Args:
-            within_pass: the loaders in whose passes it goes on.
+            within_pass: the loaders in whose passes the run goes on.
         """
         self._context.checkpointer.compare(self._data_identity(), within_pass=within_pass)
 
     def show(self, state: DisplayState) -> None:
-        """Tell the user and the launcher where the run is now."""
+        """Show the user and the launcher the progress of the run."""
         position = self._position
-        # While the run trains, no rank knows more than its own losses without asking the others.
+        # While the run trains, a rank knows only its own losses without asking other ranks.
         loss = position.loss if state == "training" else position.metrics.get("loss", position.loss)
         self._context.reporter.show(
             state, position.progress, position.length, loss, self._context.checkpointer.committed_step
@@ -262,11 +263,11 @@ class EndOfStep:
         self._save_stop.final_barrier()
 
     def note_modules(self) -> None:
-        """A loop over micro-batches is left; see `RunSnapshot.note_modules`."""
+        """See `RunSnapshot.note_modules`; called when a loop over micro-batches is left."""
         self._snapshot.note_modules()
 
     def about_left(self) -> StateTree:
-        """What is said of the state that this rank leaves, see `LeftState`."""
+        """The description of the state that this rank leaves, see `LeftState`."""
         group = self._context.group
         return {
             "step": self._position.progress.step,
@@ -286,18 +287,18 @@ class EndOfStep:
 
     @property
     def compares_next(self) -> bool:
-        """Whether the bodies of the next step are compared: in the first two, and every so many."""
+        """Whether the bodies of the next step are compared: in the first two steps, and every ``check_every`` steps."""
         return self.steps < 2 or self._is_check_due
 
     @property
     def _mirrors(self) -> bool:
-        """Whether each rank copies its part of the state into memory: asked for, or survivors would lack something."""
+        """Whether each rank copies its part of the state into memory: on request, or if survivors would lack state."""
         context = self._context
         return self._settings.mirror or context.state.with_closure or context.carried.is_used
 
     @property
     def _compares(self) -> bool:
-        """Whether ranks compare what they hold after the step that was just made. The same on all ranks."""
+        """Whether ranks compare their states after the step just made: the same answer on all ranks."""
         return self.steps == self._steps_before_pass + 1 or self._is_check_due
 
     @property

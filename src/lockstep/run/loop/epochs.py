@@ -1,4 +1,4 @@
-"""Where the script is in its passes over data sets: what a resume needs to go on in the right one.
+"""The script's place in its passes over data sets: a resume needs this place to go on in the right pass.
 
     for epoch in run.epochs(2):             a turn of the outer loop
         for batch in run.train(a): ...      pass 0 over a, left by break after 3 steps
@@ -7,8 +7,8 @@
         for batch in run.train(c): ...      pass 0 over c
                                             killed here: {a: pass 0, step 5; c: pass 0, step 2}, c is open
 
-A resumed script repeats the turn from its beginning. Passes that were over give it nothing, and what it does between
-them is undone when it comes to the pass that was open.
+A resumed script repeats the turn from its beginning. Passes that were over give no micro-batches, and changes of state
+between passes are undone when the script comes to the pass that was open.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ _ORDERS: Final = 2**31  # numbers for orders of samples, which a data set's ``se
 
 @dataclass(slots=True)
 class Cursor:
-    """Where one loader is."""
+    """The place of a loader in its passes."""
 
-    number: int = 0  #: of the pass: over this loader in this turn; in `Run.steps`, since that began
-    step: int = 0  #: of the pass, the next one
-    complete: bool = False  #: whether the pass came to its end; the next one is another
-    steps: int | None = None  #: of the whole pass; None: nobody knows yet
-    site: str = ""  #: where the script took the pass up last
-    moved: bool = False  #: whether it began elsewhere, so that the place tells which loop goes on
+    number: int = 0  #: of the pass over this loader, counted in this turn; in `Run.steps`, since `Run.steps` began
+    step: int = 0  #: the next step of the pass
+    complete: bool = False  #: whether the pass came to its end, so that the next call begins a new pass
+    steps: int | None = None  #: of the whole pass; None: not known yet
+    site: str = ""  #: where the script called `Run.train` for this pass last
+    moved: bool = False  #: whether the pass began at another site, so that the site tells which loop goes on
     shards: ShardsFound = field(default_factory=dict)  #: what the pass has found of the shards of a stream
 
 
 class Passes:
-    """Of one run; the same on all ranks. A loader is known by a name that is the same in a resumed run."""
+    """The passes of a run over its loaders, the same on all ranks. A loader's name is the same in a resumed run."""
 
     def __init__(self) -> None:
         self.loop: OuterLoop = "none"  #: that the script is in
         self.began = 0  #: steps of the run when the turn began
         self.until = 0  #: steps of the run when the turn ends, in `Run.steps`
         self.caller: CodeType | None = None  #: the function that called `Run.epochs` or `Run.steps`
-        self._first_order = 0  # in `Run.steps`: epochs that were done before it
-        self._open: tuple[str, ...] = ()  # loaders of the pass that was taken up last
+        self._first_order = 0  # in `Run.steps`: epochs done before `Run.steps`
+        self._open: tuple[str, ...] = ()  # loaders of the pass that was begun or continued last
         self._of_turn: dict[str, Cursor] = {}
         self._of_steps: dict[str, Cursor] = {}  # in `Run.steps`, where loaders go on from turn to turn
         self._repeated: dict[str, int] = {}  # passes of this turn that a resumed script has gone through, by loader
 
     def enter(self, loop: OuterLoop, epochs: int) -> None:
-        """An outer loop begins, after so many epochs."""
+        """Begin an outer loop, after ``epochs`` epochs."""
         if loop == "steps" and not self._of_steps:
             self._first_order = epochs
         if loop != self.loop:
@@ -65,18 +65,18 @@ class Passes:
         self.loop = loop
 
     def begin_turn(self, step: int) -> None:
-        """A turn of the outer loop begins after ``step`` steps. In `Run.steps` loaders stay where they are."""
+        """Begin a turn of the outer loop after ``step`` steps. In `Run.steps` each loader continues its pass."""
         self.began, self._open = step, ()
         self._of_turn = {}
         for cursor in self._of_steps.values():
             cursor.site, cursor.moved = "", False
 
     def begin(self, names: Sequence[str], site: str, *, may_take_up: bool) -> None:
-        """`Run.train` is called at ``site``: a new pass begins, or one that was left goes on.
+        """Begin a new pass, or continue a pass that was left, where the script calls `Run.train` at ``site``.
 
         Raises:
-            UsageError: for a second pass where a resume could not tell it from the first, and for one that cannot be
-                taken up.
+            UsageError: for a second pass outside of an outer loop, which a resume could not tell from the first, and
+                for a pass that was left and cannot be continued.
         """
         cursors = [self._cursors.setdefault(name, Cursor()) for name in names]
         if self.loop == "none" and any(cursor.complete for cursor in cursors):
@@ -99,13 +99,13 @@ class Passes:
         self._open = tuple(names)
 
     def _is_left(self, cursor: Cursor) -> bool:
-        """Whether the pass was left by ``break`` in this turn. In `Run.steps` a pass goes on in the next one anyway."""
+        """Whether the pass was left by ``break`` in this turn; in `Run.steps`, passes go on in the next turn anyway."""
         return bool(cursor.step) and not cursor.complete and (self.loop != "steps" or cursor.site != "")
 
     def is_open(self, names: Sequence[str], site: str) -> bool:
-        """In a resumed script that calls `Run.train` at ``site``: whether this is the pass that goes on.
+        """Whether a resumed script's call of `Run.train` at ``site`` is the pass that goes on.
 
-        Once for each call: passes that were over count up to the one that was open.
+        To be asked once for each call: passes that were over are counted, up to the pass that was open.
         """
         cursor = self._cursors.get(names[0], Cursor())
         over = self.loop != "steps" and self._repeated.get(names[0], 0) < cursor.number
@@ -120,7 +120,7 @@ class Passes:
         return True
 
     def began_at(self, step: int) -> int:
-        """After ``step`` steps of the run: how many were done when the open pass began; in `Run.steps`, the turn."""
+        """The run's steps, of ``step`` done, when the open pass began; in `Run.steps`, when the turn began."""
         return self.began if self.loop == "steps" else step - self._cursors[self._open[0]].step
 
     def _order(self, number: int, epoch: int) -> int:
@@ -129,9 +129,9 @@ class Passes:
         return epoch if number == 0 else seed_of("pass", epoch, number) % _ORDERS
 
     def place(self, name: str, epoch: int) -> tuple[int, int, ShardsFound]:
-        """Where the loader's pass is: the number of the order in which it visits its samples, and its next step.
+        """The place of the loader's pass: the number of its order of samples, its next step, and the shards found.
 
-        And what it has found of the shards of a stream: the loader fills it as it reads. ``epoch`` is the run's.
+        The loader adds the shards of a stream to the third value as it reads. ``epoch`` is the run's.
         """
         cursor = self._cursors[name]
         return self._order(cursor.number, epoch), cursor.step, cursor.shards
@@ -148,26 +148,26 @@ class Passes:
         return self._order(cursor.number, epoch), cursor.step
 
     def note_steps(self, name: str, steps: int | None) -> None:
-        """The loader's pass has begun, which has so many ``steps``; None: nobody knows."""
+        """Note the number of ``steps`` of the loader's pass, which has begun; None: not known."""
         self._cursors[name].steps = steps
 
     def is_over(self, name: str) -> bool:
-        """Whether all steps of the loader's pass are done. Where nobody knows its number of steps, False."""
+        """Whether all steps of the loader's pass are done; False if the pass's number of steps is not known."""
         cursor = self._cursors[name]
         return cursor.step == cursor.steps
 
     def after_step(self) -> None:
-        """A step of the open pass is done."""
+        """Count a step of the open pass."""
         for name in self._open:
             self._cursors[name].step += 1
 
     def next_pass(self, name: str) -> None:
-        """In `Run.steps`, the loader has come to its end, and starts over."""
+        """Start the loader's next pass, in `Run.steps`, where the loader has come to its end."""
         cursor = self._cursors[name]
         cursor.number, cursor.step, cursor.steps, cursor.shards = cursor.number + 1, 0, None, {}
 
     def complete(self) -> None:
-        """The open pass came to its end. In `Run.steps` the turn did, and the loaders stay where they are."""
+        """Note that the open pass came to its end; in `Run.steps` only the turn did, and loaders go on later."""
         if self.loop != "steps":
             for name in self._open:
                 self._cursors[name].complete = True
@@ -197,7 +197,7 @@ class Passes:
 
 
 def call_site(up_to: CodeType | None) -> str:
-    """Where the script calls the method of `Run` that calls this: its line, and those that led there from ``up_to``."""
+    """The script's line that calls the method of `Run` calling `call_site`, and its callers' lines up to ``up_to``."""
     frame = sys._getframe(2)
     lines = []
     place: Any = frame

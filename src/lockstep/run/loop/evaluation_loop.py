@@ -1,4 +1,4 @@
-"""The evaluation loop: every sample of a data set once, over all ranks, with models that stay as they are."""
+"""The evaluation loop: every sample of a data set once, over all ranks, with models that stay unchanged."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import LossStrategy, ServerStrategy, same
 from lockstep.torch_private import own_buffers, version_of
 
-#: On a CPU, so many bytes are compared by value after each micro-batch, about 10 us; else a change through ``.data`` or
-#: by a kernel is found at the end.
+#: On a CPU, buffers up to this size in bytes are compared by value after each micro-batch, about 10 us; for larger
+#: buffers a change through ``.data`` or by a kernel is found at the end.
 _SMALL_BYTES = 1 << 18
 
 
@@ -54,7 +54,7 @@ class EvaluationLoop:
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
         self._said_put_back = False  # of buffers that moved in an evaluation
-        self._read: Final[set[tuple[CodeType, ...]]] = set()  # the functions that were running at a loop
+        self._read: Final[set[tuple[CodeType, ...]]] = set()  # the running functions of each loop whose source was read
 
     def evaluate(self, data_loader: TorchLoader) -> Generator[Data]:
         """The micro-batches of this rank, each sample once over all ranks; then metrics are reduced. Collective."""
@@ -69,7 +69,8 @@ class EvaluationLoop:
             self._metrics.refuse_nested("evaluate")
             self._end_of_step.finish_left()
         self._snapshot.compare_models()
-        # Where a step's end is still to come, so are the decisions that belong to it: a run stops where it can go on.
+        # Where a step's end is still to come, decisions to save or stop wait for that end: a run stops where a resume
+        # can go on.
         waits = self._end_of_step.waits
         with self._evaluation_mode(in_body=in_body):
             self._end_of_step.show("evaluating")
@@ -83,7 +84,7 @@ class EvaluationLoop:
         self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep_after=-1)
         if in_body:
             self._position.evaluations_done = self._position.evaluations
-            # As where a pass begins: strategies start from what models hold now.
+            # As at the beginning of a pass: strategies start from the values that models hold now.
             self._context.strategy.resync()
         if not self._start.resumes_within_turn:
             self._end_of_step.save_if_best()
@@ -108,7 +109,7 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _evaluation_mode(self, *, in_body: bool) -> Iterator[None]:
-        """Modules are in evaluation mode within, and afterwards all is as it was before."""
+        """A context in which modules are in evaluation mode; afterwards modes and random generators are as before."""
         kept = [value for value in self._state.kept.values() if isinstance(value, nn.Module)]  # such as an average
         modes = modes_of((*self._state.models, *kept))
         for root, _ in modes:
@@ -167,7 +168,7 @@ class EvaluationLoop:
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[EvaluationBuffers]:
-        """The models' buffers, which are afterwards what they were; those that moved are reported once."""
+        """A context after which the models' buffers have their earlier values; changed buffers are reported once."""
         buffers = EvaluationBuffers(self._state.models)
         try:
             yield buffers
@@ -182,9 +183,9 @@ class EvaluationLoop:
 
 
 class EvaluationBuffers:
-    """The buffers of ``models``, as they are now and after each micro-batch of an evaluation.
+    """The buffers of ``models``, put back to their values from before after each micro-batch of an evaluation.
 
-    Else what a micro-batch gives would depend on those that this rank had before it, and ranks would part.
+    Else the results of a micro-batch would depend on the rank's earlier micro-batches, and ranks would diverge.
     """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
@@ -193,7 +194,7 @@ class EvaluationBuffers:
             (module, name, buffer)
             for module in modules
             for name, buffer in own_buffers(module).items()
-            if buffer is None or not buffer.is_meta  # those of another rank's stage
+            if buffer is None or not buffer.is_meta  # not those of another rank's stage
         ]
         self._before = [None if b is None else b.detach().clone() for _, _, b in self._homes]
         self._versions = [None if b is None else version_of(b) for _, _, b in self._homes]
@@ -205,7 +206,7 @@ class EvaluationBuffers:
         self.moved: set[str] = set()  #: names of those that were put back
 
     def put_back(self, *, by_value: bool = False) -> None:
-        """All are what they were. With ``by_value``, also those that have changed without a trace."""
+        """Put back all changed buffers; with ``by_value``, also buffers whose version counter shows no change."""
         for place, ((module, name, buffer), before) in enumerate(zip(self._homes, self._before, strict=True)):
             here = own_buffers(module).get(name)
             if here is buffer and (buffer is None or before is None or self._is_unmoved(place, buffer, by_value)):

@@ -19,7 +19,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
 class ParameterSets:
-    """The parameter set of each combination of optimizers that the script has named."""
+    """The parameter sets of a run: one for each combination of optimizers that the script has named."""
 
     def __init__(self, group: Group, strategy: Strategy, state: State, strategy_name: str) -> None:
         self._group: Final = group
@@ -33,7 +33,7 @@ class ParameterSets:
         """The optimizers that the script means by ``optimizer``.
 
         Raises:
-            UsageError: if it means none of the run, or there are several and it names none.
+            UsageError: if ``optimizer`` is none of the run's, or is None and the run has several or no optimizers.
         """
         known = self._state.optimizers
         if optimizer is None:
@@ -53,7 +53,7 @@ class ParameterSets:
         return named
 
     def describe(self, target: ParameterSet) -> str:
-        """The optimizers of ``target``, in words that are the same on all ranks."""
+        """The optimizers of ``target``, described in words that are equal on all ranks."""
         for key, known in self._by_optimizers.items():
             if known is target:
                 return " and ".join(
@@ -64,19 +64,20 @@ class ParameterSets:
         raise AssertionError("no set of this run")
 
     def new_pass(self) -> None:
-        """Before the first micro-batch: modules may have been replaced or added since the last one."""
+        """Have all sets checked before the first micro-batch of a pass: modules may have been replaced or added."""
         if self._strategy.can_update_trainable:
             self._state.rescan()
             self._to_check = set(self._by_optimizers)
 
     def known(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet | None:
-        """The set of ``optimizers`` as it was when it was asked for last; None: it was not yet."""
+        """The set of ``optimizers`` that `current` returned last; None: `current` was not called for them yet."""
         return self._by_optimizers.get(tuple(map(id, optimizers)))
 
     def name_of_loss(self, target: ParameterSet) -> str:
-        """Under which name a loss for ``target`` is measured: with the numbers of its optimizers if others have none.
+        """The name of the metric of a loss for ``target``: ``loss``, or with the numbers of its optimizers.
 
-        They are numbered from 0 in the order of `Run.optimizer`: ``loss_0``, ``loss_1``.
+        Numbers are given if ``target`` has not all parameters; optimizers are numbered from 0 in the order of
+        `Run.optimizer`: ``loss_0``, ``loss_1``.
         """
         if target.everything:
             return "loss"
@@ -86,7 +87,7 @@ class ParameterSets:
     def current(
         self, optimizers: tuple[torch.optim.Optimizer, ...], in_step: Collection[ParameterSet], step: int
     ) -> ParameterSet:
-        """The parameters that ``optimizers`` hold and that learn now. Collective, where others learn than before.
+        """The parameters of ``optimizers`` that are trainable now. Collective where trainable parameters have changed.
 
         Args:
             optimizers: as `named` gives them.
@@ -94,8 +95,8 @@ class ParameterSets:
             step: steps done.
 
         Raises:
-            UsageError: if what learns has changed within a step, or cannot be followed under this strategy.
-            MismatchError: if other parameters learn on other ranks.
+            UsageError: if the trainable parameters have changed within a step, or cannot change under this strategy.
+            MismatchError: if ranks have different trainable parameters.
         """
         key = tuple(map(id, optimizers))
         target = self._by_optimizers.get(key)
@@ -105,7 +106,7 @@ class ParameterSets:
         found = self._make(optimizers)
         before = self._state.learning if target is None else frozenset(target.parameters)
         inside = {p for parameters in self._state.parameters for p in parameters}
-        # Those that no model has any more, as where weights were tied, are not to be waited for.
+        # A parameter that is in no model any more, as where weights were tied, will get no gradient.
         if not before <= inside or before.intersection(found.candidates) != set(found.parameters):
             if target in in_step:
                 raise UsageError(
@@ -118,9 +119,9 @@ class ParameterSets:
         return found
 
     def _follow(self, now: ParameterSet, before: frozenset[nn.Parameter], step: int) -> None:
-        """Other parameters learn from this step on than did ``before``. Collective."""
+        """Train other parameters from this step on than ``before``. Collective."""
         if not self._strategy.can_update_trainable:
-            # By itself, without asking the others: they may serve, and have no body.
+            # Raised without asking the other ranks: they may be servers, which have no loop body.
             raise UsageError(
                 f"other parameters learn than when run.model(...) was called, and strategy "
                 f"{self._strategy_name} divides a model as it is then: freeze, unfreeze and add parameters before "
@@ -141,7 +142,7 @@ class ParameterSets:
         self._strategy.update_trainable(now)
 
     def _make(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet:
-        """What ``optimizers`` may learn, and of that what learns now."""
+        """The parameter set of ``optimizers``: the parameters that may be trained, and those that are trainable now."""
         held = [p for optimizer in optimizers for p in parameters_of(optimizer)]
         everything = len(optimizers) == len(self._state.optimizers)
         if self._strategy.can_update_trainable and not self._state.known_parameters.issuperset(held):
@@ -177,6 +178,6 @@ class ParameterSets:
 
 
 def _is_current(target: ParameterSet, optimizers: tuple[torch.optim.Optimizer, ...]) -> bool:
-    """Whether ``target`` is what ``optimizers`` hold and what of it learns now."""
+    """Whether ``target`` still has the parameters that ``optimizers`` hold, and the trainable ones among them."""
     held = sum([len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups])
     return held == target.held and target.learn == [p.requires_grad for p in target.candidates]

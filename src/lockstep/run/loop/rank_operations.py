@@ -1,6 +1,6 @@
-"""What the script does between ranks: sums, means, gathering, broadcasts, barriers, and work that one rank does first.
+"""Operations of the script between ranks: sums, means, gather, broadcast, barrier, and work that one rank does first.
 
-Each is named after the line of the script that called it, so that a rank which waits says where.
+Each operation is named after the line of the script that called it, so that a rank which waits says where.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _NO_DEADLINE_S = 7 * 24 * 3600.0
 
 
 class RankOperations:
-    """Collectives over any value, on the CPU for what is no tensor.
+    """Collectives over any picklable value or tensor, on the CPU for all but tensors.
 
     Args:
         group: all ranks.
-        world: the place of this one.
+        world: the place of this rank.
         metrics: know the micro-batches of the step.
         before: called before each of them.
         warn: tells the user something, once.
@@ -83,13 +83,13 @@ class RankOperations:
         return self._group.broadcast_object(value, f"broadcast at {_caller()}")
 
     def barrier(self) -> None:
-        """Wait until every rank has come here. Collective."""
+        """Wait until every rank has called `barrier`. Collective."""
         self._before("barrier")
         self._group.barrier(f"barrier at {_caller()}")
 
     @contextlib.contextmanager
     def leader_first(self) -> Iterator[None]:
-        """Within it, the first rank of each node goes ahead and the others of the node wait for its end. Collective."""
+        """A context that the first rank of each node runs first, and the node's other ranks after it. Collective."""
         self._leader_firsts += 1
         key = f"{self._leader_firsts}/{self._world.node_rank}"
         store = self._group.store("leader-first")
@@ -105,10 +105,10 @@ class RankOperations:
             yield
 
     def _before(self, name: str) -> None:
-        """Called before each of them.
+        """Prepare a collective; called before each.
 
         Raises:
-            UsageError: if ranks that serve others cannot take part, as they go through no body of a loop.
+            UsageError: if server ranks cannot take part, as these run no body of a loop.
         """
         if self._serving is not None and self._metrics.position is not None:
             raise UsageError(
@@ -155,10 +155,10 @@ def _is_fractional(total: object) -> bool:
 
 
 def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> list[list[object]]:
-    """The lists of all ranks, as they are where each rank has a run of neighbouring micro-batches.
+    """The lists of all ranks, re-divided as if each rank had computed neighbouring micro-batches.
 
     Args:
-        lists: of each rank, and for each of its items the index of the micro-batch; None: of one that does not count.
+        lists: of each rank, with the index of the micro-batch of each item; None: the micro-batch does not count.
         of: how many micro-batches the step has.
     """
     parts = [
@@ -178,15 +178,15 @@ def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> li
 def _indices(
     value: object, bodies: Sequence[tuple[MicroBatchPosition, bool]], asked_counts: bool
 ) -> list[int | None] | None:
-    """For each item of ``value`` the index of its micro-batch, None where that counts for nothing.
+    """The index of the micro-batch of each item of ``value``; None for a micro-batch that counts for nothing.
 
-    None for a value that is no list with one tensor, or several, for the samples of each of the step's ``bodies``: of
-    those that count, if the script has asked for that, else of all.
+    The result is None if ``value`` is no list with one or more tensors for the samples of each of the step's
+    ``bodies``: of the bodies that count, if the script has read `Run.counts`, else of all.
     """
     if not isinstance(value, list):
         return None
     counted = [body for body in bodies if body[1]]
-    # What replays append to the script's lists is taken off again, where these are found.
+    # Items that replays append to the script's lists are removed again, where these lists are found.
     played = [body for body in bodies if not body[0].is_replay]
     for chosen in (counted, played, bodies) if asked_counts else (played, bodies):
         if not value and not chosen:
@@ -201,12 +201,12 @@ def _indices(
 
 
 def _length(item: object) -> int | None:
-    """The first dimension of a tensor or an array, or of the first one in a tuple, list or dict."""
+    """The size of the first dimension of a tensor or array, or of the first tensor in a tuple, list or dict."""
     while isinstance(item, Mapping | tuple | list) and item:
         item = next(iter(item.values() if isinstance(item, Mapping) else item))
     return len(item) if isinstance(item, torch.Tensor | np.ndarray) and item.ndim else None
 
 
 def _caller() -> str:
-    """The user's file and line that called."""
+    """The user's file and line of the call."""
     return find_user_frame(sys._getframe())[0].short

@@ -1,4 +1,4 @@
-"""The micro-batches of one step after another, from one loader or from several at a time."""
+"""The micro-batches of each step in turn, from one loader or from several at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lockstep.strategies import ServerStrategy
 
 
 class StepData:
-    """Goes through the open pass, and in `Run.steps` from one pass over a loader to the next."""
+    """Reads the steps of the open pass, and in `Run.steps` of the loader's next passes."""
 
     def __init__(self, context: RunContext, loaders: Loaders, end_of_step: EndOfStep) -> None:
         self._strategy: Final = context.strategy
@@ -33,7 +33,7 @@ class StepData:
     def next_step(self, loaders: Sequence[MicroBatchLoader]) -> Iterator[tuple[MicroBatchPosition, Data]] | None:
         """This rank's micro-batches of the next step; None at the end of the pass, or of the turn. Collective.
 
-        Of several loaders, each with one batch of each, and the place of the first one's.
+        Of several loaders, each item has one batch of each loader, and the position of the first loader's batch.
         """
         if self._turn_is_over():
             return None
@@ -50,7 +50,7 @@ class StepData:
         return iter(batches[0]) if len(batches) == 1 else _together(batches)
 
     def again(self, loaders: Sequence[MicroBatchLoader], index: int) -> tuple[MicroBatchPosition, Data] | None:
-        """Micro-batch ``index`` of the step that is under way, whichever rank's, read once more; None for a stream."""
+        """Micro-batch ``index`` of the current step, of any rank, read a second time; None for a stream."""
         places = [(loader, *self._place(loader)) for loader in loaders]
         batches = [loader.again(order, step, index) for loader, order, step, _ in places]
         read = list(on_device((each for each in batches if each is not None), self._device, ahead=False))
@@ -59,7 +59,7 @@ class StepData:
         return read[0].position, read[0].data if len(read) == 1 else tuple(batch.data for batch in read)
 
     def samples_of_next_step(self, loaders: Sequence[MicroBatchLoader]) -> int | None:
-        """The same for a rank that serves others and reads nothing: how many samples there are over all ranks."""
+        """The samples of the next step over all ranks, for a server rank, which reads none; None as for `next_step`."""
         if self._turn_is_over():
             return None
         for loader in loaders:
@@ -77,20 +77,20 @@ class StepData:
 
     def _step_of(self, loader: MicroBatchLoader) -> Iterator[MicroBatch] | None:
         if self._passes.is_over(self._loaders.name(loader)):
-            return None  # without its order, which a resumed script might draw in another way now
+            return None  # without asking for the order, which a resumed script might draw in another way now
         batches = self._loaders.step(loader, *self._place(loader))
         first = next(batches, None)
         return None if first is None else chain([first], batches)
 
     def _is_over(self, loader: MicroBatchLoader) -> bool:
-        """Whether the loader's pass has no step left. Collective where it begins."""
+        """Whether the loader's pass has no step left. Collective if the pass begins."""
         if self._passes.is_over(self._loaders.name(loader)):
             return True
         order, step, _ = self._place(loader)
         return step >= len(loader.steps(order))
 
     def _place(self, loader: MicroBatchLoader) -> tuple[int, int, ShardsFound]:
-        """See `Passes.place`; the order has begun. Collective where it begins."""
+        """See `Passes.place`; begins the order of the pass. Collective if the order was not begun yet."""
         name = self._loaders.name(loader)
         place = self._passes.place(name, self._position.progress.epoch)
         if self._loaders.begin(loader, place[0]):
@@ -101,7 +101,7 @@ class StepData:
         return place
 
     def _goes_on(self, loader: MicroBatchLoader, *, is_first: bool) -> bool:
-        """``loader`` came to its end: whether it starts over. The first one's passes are the run's epochs."""
+        """Whether ``loader``, at its end, starts over. The passes of the first loader are the run's epochs."""
         if self._passes.loop != "steps":
             return False
         if isinstance(self._strategy, ServerStrategy) and not self._strategy.goes_on():
@@ -116,7 +116,8 @@ class StepData:
 def _together(batches: Sequence[Iterator[MicroBatch]]) -> Iterator[tuple[MicroBatchPosition, Data]]:
     for first in batches[0]:
         each = [first, *(next(others) for others in batches[1:])]
-        # Passes over them may have begun apart, and replay other steps: what one of them replays alone is left out.
+        # Passes over the loaders may have begun at different steps, and replay different ones: a replay of one loader
+        # alone is left out.
         while len({one.position.is_replay and (one.position.index, one.position.check) for one in each}) > 1:
             pairs = zip(each, batches, strict=True)
             each = [next(more) if one.position.is_replay else one for one, more in pairs]

@@ -1,4 +1,4 @@
-"""Between a step and its end the script is in the rest of a body, or has left the loop: one state, and its events.
+"""The state between a step and its end, while the script is in the rest of the body, or has left the loop.
 
            made              ended
 ENDED ------------> BODY ----------------> ENDED      where a resume goes on
@@ -22,14 +22,14 @@ Event = Literal["made", "left", "compared", "taken_up", "ended"]
 
 
 class StepEnd(Enum):
-    """How far the end of the last step is."""
+    """The state of the last step's end."""
 
     ENDED = auto()  #: the step has ended, or there was none
     BODY = auto()  #: a step was made, and the body of the loop goes on
-    COMPARED = auto()  #: ranks were compared after it, where the loop was left; saving and stopping are to come
+    COMPARED = auto()  #: ranks were compared after the step, where the loop was left; saving and stopping are to come
     LEFT = auto()  #: the loop was left by ``break``, and the step before it has ended
     LEFT_BODY = auto()  #: the loop was left by ``break`` in the body in which a step was made
-    LEFT_COMPARED = auto()  #: the same, and ranks were compared
+    LEFT_COMPARED = auto()  #: as ``LEFT_BODY``, and ranks were compared
 
     @property
     def is_to_come(self) -> bool:
@@ -47,15 +47,15 @@ class StepEnd(Enum):
         return self in (StepEnd.LEFT, StepEnd.LEFT_BODY, StepEnd.LEFT_COMPARED)
 
     def after(self, event: Event) -> StepEnd:
-        """The state after ``event``; the same one, where the event changes nothing.
+        """The state after ``event``, which may be this state.
 
         Raises:
-            KeyError: for an event that cannot happen here.
+            KeyError: for an event that cannot happen in this state.
         """
         return _AFTER[event][self]
 
 
-#: States that are missing cannot meet the event.
+#: An event cannot happen in a state that is missing in its row.
 _AFTER: Final[Mapping[Event, Mapping[StepEnd, StepEnd]]] = {
     "made": {StepEnd.ENDED: StepEnd.BODY, StepEnd.BODY: StepEnd.BODY},
     "left": {

@@ -1,10 +1,10 @@
-"""The losses of one step: which optimizers have one, and over how many items they are means.
+"""The losses of a step: which optimizers have a loss, and over how many items each loss is a mean.
 
     rank 0   d g   d g        each micro-batch gives a loss for the discriminator and for the generator;
     rank 1   d g              ranks have different numbers of micro-batches
 
-A loss belongs to all micro-batches of a step or to none: one that some of them leave out would be a mean over what one
-number of ranks happens to decide. Within a rank that is counted, and between ranks agreed on before each sum.
+A loss belongs to all micro-batches of a step or to none: a loss that some micro-batches leave out would be a mean that
+depends on the number of ranks. Within a rank this is checked by counting, and ranks agree on it before each sum.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StepLosses:
         strategy: how replicas are kept in step.
         state: what the run holds.
         sets: the parameters of each set of optimizers.
-        checks: of what the loop's body must not do.
-        read_later: gives what reads the values of a GPU later.
+        checks: that the loop's body does nothing that is refused.
+        read_later: copies a GPU's values to the host, to be read later.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class StepLosses:
         #: For each micro-batch whose loss a pipeline has not computed yet: its number of items.
         self.items: Final[dict[int, int | torch.Tensor]] = {}
         self._counts: Final[dict[ParameterSet, int | torch.Tensor]] = {}  # the sums of this rank's counts
-        #: What gives the sum of all ranks' counts, where its last backward pass has begun.
+        #: Waits for the sum of all ranks' counts, for each set whose last backward pass has begun.
         self._totals: Final[dict[ParameterSet, Callable[[], int]]] = {}
         self._has_options = False  # whether options of optimizers were noted in this step
-        self._given: frozenset[ParameterSet] | None = None  # what the step's first micro-batch had losses for
+        self._given: frozenset[ParameterSet] | None = None  # sets for which the step's first micro-batch had losses
 
     def clear(self) -> None:
-        """The step is over, or discarded."""
+        """Forget the step, which is over or discarded."""
         self.has_counts.clear()
         self.items.clear()
         self._counts.clear()
@@ -78,10 +78,11 @@ class StepLosses:
         self._has_options = False
 
     def begin(self, target: ParameterSet, position: MicroBatchPosition, step: int, *, counts: bool) -> None:
-        """A loss for ``target`` comes, with a count or without. Collective at a last one of several optimizers.
+        """Check a new loss for ``target``. Collective in the last micro-batch, if the run has several optimizers.
 
         Raises:
-            UsageError: if what came before it in the step makes it wrong, or other ranks have another one.
+            UsageError: if the loss does not fit those before it in the step, or other ranks have a loss for another
+                optimizer.
         """
         if self._has_options:
             self._checks.require_same_options(step)
@@ -105,7 +106,7 @@ class StepLosses:
             self.has_counts[target] = counts
 
     def _require_no_gradient(self, target: ParameterSet) -> None:
-        """Before the first backward pass of the step for ``target``."""
+        """Check that ``target`` has no gradient before its first backward pass of the step."""
         names = [self._state.name_of(p) for p in target.parameters if p.grad is not None]
         if names:
             raise UsageError(
@@ -116,14 +117,14 @@ class StepLosses:
             )
 
     def add_count(self, target: ParameterSet, count: int | torch.Tensor) -> None:
-        """A micro-batch that counts has held so many items."""
+        """Add the ``count`` of items of a micro-batch that counts."""
         self._counts[target] = self._counts.get(target, 0) + count
 
     def end_micro_batch(self, given: set[ParameterSet], position: MicroBatchPosition, step: int) -> None:
-        """A micro-batch had losses for ``given``. Collective for the last one, where there are several optimizers.
+        """End a micro-batch with losses for ``given``. Collective for the last one, if the run has several optimizers.
 
         Raises:
-            UsageError: if another one of the step had others, or other ranks have another one.
+            UsageError: if another micro-batch of the step had losses for other sets, or other ranks have another loss.
         """
         if self._given is None:
             self._given = frozenset(given)
@@ -133,9 +134,9 @@ class StepLosses:
             self._agree(None, step)
 
     def begin_total(self, target: ParameterSet) -> None:
-        """The last loss of this rank has come: begin to add up the counts of all ranks, if there are any.
+        """Begin to add up the counts of all ranks at this rank's last loss, if losses came with counts.
 
-        Collective then. Called before the backward pass, which hides the time that this takes.
+        Collective with counts. Called before the backward pass, which hides the time of the sum.
 
         Raises:
             UsageError: for counts that are no whole numbers.
@@ -143,7 +144,7 @@ class StepLosses:
         if not self.has_counts[target]:
             return
         own = self._counts.pop(target, 0)
-        # What lies on a GPU comes while the backward pass is queued, and is added up while that is computed.
+        # Counts on a GPU are copied while the backward pass is queued, and added up while the pass is computed.
         if isinstance(own, torch.Tensor) and not own.is_cpu:
             arriving = self._read_later(own.detach().view(1))
 
@@ -155,19 +156,19 @@ class StepLosses:
             self._totals[target] = self._strategy.begin_count(_whole(float(own)))
 
     def divide_by_counts(self, target: ParameterSet, step_samples: int) -> None:
-        """From the sum over the items per sample to the mean over all items of the step, if they were counted.
+        """Turn the gradient from a sum of items per sample into the mean over all items of the step, if counted.
 
-        Collective then.
+        Collective with counts.
 
         Raises:
-            UsageError: for counts that are no whole numbers, or of nothing.
+            UsageError: for counts that are no whole numbers, or add up to 0.
         """
         if not self.has_counts[target]:
             return
         try:
             self._strategy.normalize_by_count(target, step_samples, self._totals.pop(target)())
         except PeerLost as error:
-            # A rank without counts does not take part in their sum: what was to be a mean would be a mixture there.
+            # A rank without counts does not take part in the sum of counts, so its gradient would not be the mean.
             error.add_note(
                 "this rank gave run.step(loss, count=...) in this step; if the other ranks are alive, one of them gave "
                 "no count: give it for each micro-batch on all ranks, a 0 where a micro-batch holds no item"
@@ -181,9 +182,10 @@ class StepLosses:
         )
 
     def _agree(self, target: ParameterSet | None, step: int) -> None:
-        """All ranks are about to sum the gradients of ``target``, or to end the step (None). Collective.
+        """Check that all ranks are about to sum the gradients of ``target``, or to end the step (None). Collective.
 
-        Asked only where there are several optimizers: a micro-batch without a loss for the only one is refused.
+        Ranks compare only if the run has several optimizers: a micro-batch without a loss for the only optimizer is
+        refused.
 
         Raises:
             UsageError: on all ranks, if some are about to do another thing.
@@ -198,10 +200,10 @@ class StepLosses:
 
 
 def _whole(counted: float) -> int:
-    """``counted`` items of one rank.
+    """The number of ``counted`` items of a rank as an integer.
 
     Raises:
-        UsageError: if that is no whole number.
+        UsageError: if ``counted`` is no whole number.
     """
     if not counted.is_integer():
         raise UsageError(

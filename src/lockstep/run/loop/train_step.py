@@ -45,7 +45,7 @@ from lockstep.strategies import LossCall, LossStrategy, ParameterSet, ServerStra
 from lockstep.torch_private import step_hooks
 
 _AS_USUAL: Final = nullcontext()
-#: Shares that are kept as tensors: that of full micro-batches, and a few for the ends of epochs.
+#: Loss weights that are kept as tensors: that of full micro-batches, and a few for the ends of epochs.
 _WEIGHTS: Final = 16
 
 Items = int | torch.Tensor
@@ -63,14 +63,14 @@ class Turn(Enum):
 
 
 class CurrentMicroBatch:
-    """The micro-batch that the loop's body has, and what the body has done with it so far."""
+    """The micro-batch in the loop's body, and its state: losses computed, updates due."""
 
     __slots__ = ("due", "ended", "position", "reached", "turn", "with_loss")
 
     def __init__(self, position: MicroBatchPosition) -> None:
         self.position: Final = position
         self.reached: set[ParameterSet] = set()  #: parameters with a backward pass of this micro-batch
-        self.with_loss: set[torch.optim.Optimizer] = set()  #: the optimizers whose parameters these are
+        self.with_loss: set[torch.optim.Optimizer] = set()  #: the optimizers of the parameters in `reached`
         #: The optimizers that step after this micro-batch, if it is the step's last one, by their parameters.
         self.due: dict[ParameterSet, tuple[torch.optim.Optimizer, ...]] = {}
         self.turn = Turn.LOSSES
@@ -117,15 +117,15 @@ class TrainStep:
         self._sets: Final = ParameterSets(group, strategy, state, context.settings.strategy)
         self._losses: Final = StepLosses(group, strategy, state, self._sets, self.checks)
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
-        # Like the weights of losses that are not known yet; rounded later, they are what the others are.
+        # The type of weights of losses that are not computed yet; rounded later, these are equal to other weights.
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
         self._step = 0
         self.current: CurrentMicroBatch | None = None
-        self._thread: int | None = None  # in which micro-batches are handed out
+        self._thread: int | None = None  # the thread in which micro-batches are handed out
         self._closures: Final = ClosureSteps(context)
 
     def begin(self, position: MicroBatchPosition, step: int) -> CurrentMicroBatch:
-        """The micro-batch at ``position`` is handed to the user, after ``step`` steps."""
+        """Begin the micro-batch at ``position``, about to be handed to the user, after ``step`` steps."""
         if self.transcript is not None:
             self.transcript.begins(step)
         self.current = current = CurrentMicroBatch(position)
@@ -141,14 +141,14 @@ class TrainStep:
         return current
 
     def say_put_back(self, changed: str) -> None:
-        """What `Kernels` found ``changed``, "" for nothing, before something was computed with it."""
+        """Warn of a setting that `Kernels` found ``changed`` and put back; "" for none."""
         if changed:
             self._warnings.add(f"{changed} was put back: kernels would give other bits")
 
     def backward(
         self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> None:
-        """See `Run.backward`. The losses that have become known by it are measured."""
+        """See `Run.backward`. Losses that have become known by the backward pass are measured."""
         current = self._in_loop("run.step(...) or run.backward(...)")
         position = current.position
         items = position.samples if count is None else count
@@ -188,7 +188,8 @@ class TrainStep:
             self._losses.add_count(target, count)
         if position.last:
             self._losses.begin_total(target)
-        # The loss is a mean over the micro-batch's items, the gradient one over the step's: each weighs what it holds.
+        # The loss is a mean over the micro-batch's items, the gradient a mean over the step's: the weight is the share
+        # of items.
         share = (items.double() if isinstance(items, torch.Tensor) else items) / position.step_samples
         weighs = count is not None or position.of > 1
         if value is not None:
@@ -228,11 +229,11 @@ class TrainStep:
         return self._finite.locating(target.whole, self._state.name_of, self._step, micro_batches)
 
     def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition, items: Items) -> torch.Tensor:
-        """The loss of this micro-batch: what the script has given, or what ``task`` computes.
+        """The loss of this micro-batch: ``loss`` as given by the script, or computed by ``task``.
 
         Raises:
-            UsageError: if no backward pass can begin at it.
-            NonFiniteError: if it is not finite, `Settings.on_nan` says so, and no loss scale may be the reason.
+            UsageError: if no backward pass can begin at the loss.
+            NonFiniteError: if the loss is not finite, `Settings.on_nan` says so, and no loss scale may be the reason.
         """
         if task is not None:
             with self._precision.forward():
@@ -247,20 +248,20 @@ class TrainStep:
         return loss
 
     def _take_losses(self, losses: Sequence[tuple[int, torch.Tensor]], of: int, target: ParameterSet) -> None:
-        """Check and measure what a pipeline has computed: the losses of micro-batches of this step, by their index."""
+        """Check and measure the losses of a pipeline, each with the index of its micro-batch in this step."""
         for index, value in () if self._precision.scales else losses:
             self._finite.loss(value, self._step, index, of, self._losses.items[index])
         for index, value in losses:
             self._measure(value, self._losses.items[index], index, target)
 
     def _measure(self, loss: torch.Tensor, items: int | torch.Tensor, index: int, target: ParameterSet) -> None:
-        """``loss`` of a micro-batch has become known, the mean over ``items``."""
+        """Measure the ``loss`` of a micro-batch, a mean over ``items``."""
         self._position.loss = as_it_is(loss)
         number = as_it_is(items) if isinstance(items, torch.Tensor) else items
         self._metrics.add_loss(self._sets.name_of_loss(target), index, self._position.loss, number)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
-        """The whole step of the ranks that this one serves; whether there was one, see `ServerStrategy.serve`."""
+        """Serve a whole step of the other ranks; whether these made a step, see `ServerStrategy.serve`."""
         optimizers = self._sets.named(tuple(self._state.optimizers) or None)
         target = self._sets.current(optimizers, self._losses.has_counts, self._step)
         self._marker.set_phase("reduction")
@@ -272,11 +273,11 @@ class TrainStep:
         return served
 
     def end_loop(self, *, whole: bool) -> bool:
-        """The loop over micro-batches is over; serving ranks learn how, see `ServerStrategy.end_loop`."""
+        """End the loop over micro-batches; server ranks learn how it ended, see `ServerStrategy.end_loop`."""
         return self._strategy.end_loop(complete=whole) if isinstance(self._strategy, ServerStrategy) else whole
 
     def update(self, optimizer: Optimizers) -> bool:
-        """See `Run.update`. Whether the step is done by it."""
+        """See `Run.update`; returns whether the step is done."""
         current = self._in_loop("run.update(...)")
         if current.turn is not Turn.LOSSES:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
@@ -293,7 +294,7 @@ class TrainStep:
         return current.complete
 
     def end(self, current: CurrentMicroBatch) -> bool:
-        """The user is done with the micro-batch. Whether a step was done with it."""
+        """End the micro-batch, with which the user is done; returns whether a step was done with it."""
         current.ended = True
         if current.turn is Turn.LOSSES:
             if not current.reached and not current.position.is_replay:
@@ -321,7 +322,7 @@ class TrainStep:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         current.turn = Turn.UPDATE
         self.checks.body_steps()
-        if self._computes_loss is None:  # else forward passes are yet to come
+        if self._computes_loss is None:  # else forward passes are still to come
             self.replays.note_buffers()
         if current.position.audited and (played := self.replays.take(current.position, self._step)) is not None:
             self.audit.note(played)
@@ -349,7 +350,7 @@ class TrainStep:
         self.audit.require_stored(between=False)
         if current.position.is_checked or current.position.audited:
             self.updates.compare_ranks(self._step)
-        for target in () if self._precision.scales else current.due:  # all of them, before one takes a step
+        for target in () if self._precision.scales else current.due:  # all gradients, before any optimizer steps
             self._finite.gradients(target.parameters, self._state.name_of, self._step)
         if not self._state.with_closure:
             self._strategy.before_update(current.position)
@@ -376,7 +377,10 @@ class TrainStep:
         self._losses.clear()
 
     def _prepare_gradients(self, optimizers: tuple[torch.optim.Optimizer, ...], target: ParameterSet) -> None:
-        """What may ask other ranks, and changes nothing but gradients: one rank may be lost until here. Collective."""
+        """Unscale and clip gradients, the last work before the update that may ask other ranks. Collective.
+
+        A rank may be lost until here: nothing but gradients has changed.
+        """
         layout = self._strategy.state_layout
         for optimizer in optimizers if self._precision.scales else ():
             self._precision.unscale(optimizer, layout.any)
@@ -399,13 +403,13 @@ class TrainStep:
             parameter.grad = None
 
     def close(self) -> None:
-        """The run ends, perhaps within a body: optimizers may step again, and nothing watches the script."""
+        """End all watching of the script, since the run ends, perhaps within a body: optimizers may step again."""
         self.current = None
         self.checks.close()
         self.replays.leave()
 
     def leave(self) -> None:
-        """The loop over micro-batches is left; a step that is not done is discarded."""
+        """Leave the loop over micro-batches; a step that is not done is discarded."""
         current, self.current = self.current, None
         self.checks.run_steps = True
         self.checks.forget_point()
@@ -415,7 +419,7 @@ class TrainStep:
             self.discard_step()
 
     def discard_step(self) -> None:
-        """Nothing of the step that is under way counts: gradients are dropped, and buffers as they were before it."""
+        """Discard the current step: gradients are dropped, and buffers have their values from before the step."""
         self._losses.clear()
         self._closures.discard()
         self._strategy.discard_step()
@@ -423,13 +427,13 @@ class TrainStep:
             model.zero_grad(set_to_none=True)
 
     def _weight(self, share: float | torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """What the backward pass of ``loss`` begins with: cheaper than one more multiplication on the way."""
+        """The first gradient of the backward pass of ``loss``: cheaper than multiplying the loss by ``share``."""
         if isinstance(share, torch.Tensor) and not share.is_cpu:
             return share.to(loss)
         key = (float(share), loss.dtype, loss.device)
         weight = self._weights.get(key)
         if weight is None:
-            # By a kernel of the device: a copy of the number would wait for what is queued there.
+            # By a kernel of the device: a copy of the number would wait for the kernels queued there.
             weight = torch.full((), key[0], dtype=loss.dtype, device=loss.device)
             if len(self._weights) < _WEIGHTS:  # counts may vary without end
                 self._weights[key] = weight
@@ -453,11 +457,11 @@ class TrainStep:
         return self.current
 
     def new_pass(self) -> None:
-        """Before the first micro-batch: modules may have been replaced or added since the last one."""
+        """Prepare the first micro-batch of a pass, since modules may have been replaced or added before."""
         self._sets.new_pass()
 
     def _task(self, loss: Callable[..., torch.Tensor], data: tuple[object, ...], target: ParameterSet) -> LossCall:
-        """What the user would compute: ``loss(model(inputs), targets)``."""
+        """The computation of the loss in the user's place: ``loss(model(inputs), targets)``."""
         if len(data) != 2:
             name = getattr(loss, "__name__", type(loss).__name__)
             raise UsageError(
@@ -477,7 +481,7 @@ class TrainStep:
 
 
 def _mean_of(loss: Loss, loss_is: LossKind, items: int | torch.Tensor) -> Loss:
-    """``loss``, the sum over ``items``, as their mean; a micro-batch may hold none, whose sum is 0."""
+    """The mean of ``loss``, a sum over ``items``; the sum over a micro-batch without items is 0."""
     if loss_is != "sum":
         raise UsageError(f"step(loss_is={loss_is!r}): give 'mean', or 'sum' over the count, or the samples without one")
     divisor = items.clamp(min=1) if isinstance(items, torch.Tensor) else max(1, items)
@@ -494,7 +498,7 @@ def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _refuse_forgotten(current: CurrentMicroBatch) -> None:
-    """A gradient that stayed would be counted again in the next step, once for each rank."""
+    """Refuse a gradient without an update, which the next step would count again, once for each rank."""
     stepped = {id(p) for target in current.due for p in target.parameters}
     if not all(any(id(p) in stepped for p in target.parameters) for target in current.reached):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The training loop: its turns, the micro-batches of each pass over a data set, and what the script does with one."""
+"""The training loop: turns of the outer loop, micro-batches of each pass over a data set, losses and updates."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TrainingLoop:
     # ---- the outer loop ------------------------------------------------------------------------------------------
 
     def epochs(self, epochs: int, caller: CodeType) -> Iterator[int]:
-        """See `Run.epochs`; ``caller`` called it."""
+        """See `Run.epochs`; ``caller`` is the calling function."""
         self._start.begin()
         position, passes = self._position, self._passes
         position.length.epochs, position.length.steps = epochs, None
@@ -73,7 +73,8 @@ class TrainingLoop:
                 seed_generators(seed_of(self._context.settings.seed, "epoch", position.progress.epoch))
                 yield position.progress.epoch
                 self._end_turn()
-                # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in this one.
+                # A step whose loop was left by `break` ends in the next epoch: a resume does not go on in the old
+                # epoch.
                 position.progress = position.progress.after_epoch()
                 position.begin_turn()
                 self._end_of_step.finish_turn()
@@ -82,13 +83,13 @@ class TrainingLoop:
         self._end_loop()
 
     def steps(self, steps: int, every: int | None, caller: CodeType) -> Iterator[int]:
-        """See `Run.steps`; ``caller`` called it."""
+        """See `Run.steps`; ``caller`` is the calling function."""
         if steps < 1 or (every is not None and every < 1):
             raise UsageError(f"run.steps({steps}, every={every}): both count steps; give numbers from 1")
         self._start.begin()
         position, passes = self._position, self._passes
         position.length.epochs, position.length.steps = None, steps
-        # Also where the last step is done, and the script was in what comes after it.
+        # Also if the last step is done, and the script was in the code after it.
         if passes.began < steps and (position.progress.step < steps or position.within_turn) and not position.ended:
             self._enter("steps", caller)
             while position.progress.step < steps or position.within_turn:
@@ -109,11 +110,11 @@ class TrainingLoop:
         self._end_loop()
 
     def _end_loop(self) -> None:
-        """The outer loop is over. Collective.
+        """End the outer loop. Collective.
 
         Raises:
-            SystemExit: with code 0, where steps are written down to be compared: what a script does with a trained
-                model, such as judge it, is not for one that was cut short.
+            SystemExit: with code 0, in a run whose steps are recorded to be compared: its training is cut short, so the
+                script must not go on to use the trained model.
         """
         self._loaders.begin_turn()
         self._context.strategy.finish_training()
@@ -139,12 +140,12 @@ class TrainingLoop:
             self._position.begin_turn()
 
     def _end_turn(self) -> None:
-        """The script comes back to the outer loop."""
+        """End a turn, as the script comes back to the outer loop."""
         self.end_open_pass()
         self._start.require_resumed()
 
     def end_open_pass(self) -> None:
-        """A pass that the script goes through by ``next(...)`` ends here, as a loop does that is left by ``break``.
+        """End a pass that the script reads by ``next(...)``, in the way of a loop that is left by ``break``.
 
         Raises:
             UsageError: in the middle of a step.
@@ -164,12 +165,12 @@ class TrainingLoop:
     # ---- a pass --------------------------------------------------------------------------------------------------
 
     def train(self, data_loaders: Sequence[TorchLoader], site: str) -> MicroBatches:
-        """See `Run.train`; ``site`` is where the script calls it."""
+        """See `Run.train`; ``site`` is the place of the call in the script."""
         this: list[weakref.ref[Generator[Data]]] = []
         generator = self._pass(data_loaders, site, this)
         this.append(weakref.ref(generator))
         passes, progress = self._passes, self._position.progress
-        # What is asked later is how long the pass was when it began.
+        # The length is that of the pass as it began, however late it is asked for.
         begins = {name: passes.next(name, progress.epoch) for name in self._loaders.names(data_loaders)}
         steps = max(0, passes.until - progress.step) if passes.loop == "steps" else None
         return MicroBatches(
@@ -179,7 +180,7 @@ class TrainingLoop:
         )
 
     def _most_of_a_step(self, data_loaders: Sequence[TorchLoader]) -> int:
-        """How many micro-batches a step has at most, on all ranks."""
+        """The largest number of micro-batches in a step, over all ranks."""
         return max(self._loaders.find(each, "train").plan.micro_batches for each in data_loaders)
 
     def _pass(
@@ -218,7 +219,7 @@ class TrainingLoop:
         if whole:
             self._passes.complete()
             self._start.resumed_at_end = goes_on and self._position.progress.step == steps
-            # Nothing was measured where a checkpoint was taken between the last step and the end.
+            # `means` is empty where a checkpoint was taken between the last step and the end of the pass.
             self._position.evaluations_done = self._position.evaluations
             if means := self._metrics.reduce_pass(self._context.group):
                 self._position.set_metrics(means, keep_after=self._passes.began_at(self._position.progress.step))
@@ -243,7 +244,7 @@ class TrainingLoop:
     def backward(
         self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
-        """The backward pass of a micro-batch; returns whether it was the last one of the step on this rank.
+        """Compute the gradients of a micro-batch; returns whether it was the last of the step on this rank.
 
         Collective at the last micro-batch, where gradients are summed.
         """
@@ -255,19 +256,19 @@ class TrainingLoop:
         if current is None or not current.position.last:
             return False
         if len(current.with_loss) == len(self._state.optimizers):
-            # The script may change gradients now; what it draws for that is to be alike on all ranks.
+            # The script may change gradients now, with random numbers that must be equal on all ranks.
             self._position.seed_script("gradients")
         return True
 
     def update(self, optimizer: Optimizers) -> bool:
-        """If the step is complete, step the optimizers and count its samples; returns whether it is."""
+        """Step the optimizers and count the samples of the step, if it is complete; returns whether it is."""
         done = self._train_step.update(optimizer)
         if done and self._train_step.current is not None:
             self._end_of_step.count(self._train_step.current.position.step_samples)
         return done
 
     def _open(self, loaders: Sequence[MicroBatchLoader], site: str) -> bool:
-        """Whether there is a pass to go through, which is then open: not so where a resumed script repeats one."""
+        """Open the pass; returns whether it has steps to make: a pass that a resumed script repeats has none."""
         names = [self._loaders.name(loader) for loader in loaders]
         if self._start.resumes_within_turn:
             if not self._passes.is_open(names, site):
@@ -316,11 +317,11 @@ class TrainingLoop:
         self._context.strategy.resync()
         self._train_step.say_put_back(self._context.kernels.pin())
         self._train_step.new_pass()
-        self._state.look_for_schedulers(sys._getframe())  # that the script has made since
+        self._state.look_for_schedulers(sys._getframe())  # schedulers made by the script since
         self._state.require_kept(sys._getframe())
         if self._context.directory or isinstance(self._context.strategy, ServerStrategy):
             self._state.require_same_names()
-        for modes in () if goes_on else self._state.modes:  # which are as they were saved within the pass
+        for modes in () if goes_on else self._state.modes:  # within a resumed pass, modes are as saved
             modes.begin_pass()
         self._left_out.new_pass()
         self._metrics.enter("train")
@@ -330,7 +331,7 @@ class TrainingLoop:
     def _micro_batches(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
         context, train_step, end_of_step = self._context, self._train_step, self._end_of_step
         while (batches := self._data.next_step(loaders)) is not None:
-            carries = self._carried.is_used  # which no other rank has
+            carries = self._carried.is_used  # no other rank has carried state
             train_step.audit.require_stored(between=True)
             self._series.step_begins()
             step = self._position.progress.step
@@ -345,7 +346,7 @@ class TrainingLoop:
                 except ReplayError as error:
                     if error.of_samples or context.strategy.forward_is_collective:
                         raise error.naming(()) from None
-                    # Once more, only to see what the body changes: nothing is looked at in a body that is right.
+                    # The body runs again, only to see what it changes: a correct body is not examined.
                     before = look(script_roots(sys._getframe()))
                     yield from self._body(replace(position, last=False, check=StepCheck.REPLAY), data)
                     raise error.naming(changed(before, look(script_roots(sys._getframe())))) from None
@@ -357,14 +358,14 @@ class TrainingLoop:
                     end_of_step.finish()
                     if position.audited and not train_step.audit.note_stored():
                         end_of_step.compare_ranks()
-                    # Now that the step is safe: a rank may be gone.
+                    # Only now that the step is safe, since a rank may be gone.
                     train_step.replays.compare_ranks()
                     if context.emergency.notes and end_of_step.compares_next:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
 
     def _decide_dispute(self, loaders: Sequence[MicroBatchLoader]) -> Generator[Data]:
-        """All ranks compute what is disputed once more, and then it is known who was wrong.
+        """Compute disputed micro-batches again on all ranks, which shows the rank that was wrong.
 
         Raises:
             AuditError: in any case. Collective.
@@ -381,7 +382,7 @@ class TrainingLoop:
         raise train_step.audit.error(reads_world_size=train_step.replays.reads_world_size)
 
     def _body(self, position: MicroBatchPosition, data: Data) -> Generator[Data, None, CurrentMicroBatch]:
-        """Hand out the micro-batch at ``position``; the script has computed its losses when it asks for the next."""
+        """Hand out the micro-batch at ``position``; its losses are computed when the script asks for the next one."""
         with self._handing_out(position, data) as current:
             yield data
         return current
@@ -396,7 +397,7 @@ class TrainingLoop:
         step = self._position.progress.step
         current = self._train_step.begin(position, step)
         replays = self._train_step.replays
-        # What is measured after the step's loss is not known where an audit compares.
+        # An audit compares before the values measured after the step's loss are known.
         self._metrics.compares = None if replays.play is None or position.audited else replays.play.note
         if replays.play is not None:
             if self._train_step.transcript is not None:
@@ -416,7 +417,7 @@ class TrainingLoop:
         self._metrics.require_ended("evaluate")
 
     def _serve(self, loaders: Sequence[MicroBatchLoader]) -> None:
-        """The rest of the pass's steps, or those that the others make; for a rank without micro-batches of its own."""
+        """Serve the rest of the pass's steps, or those that other ranks make; for a rank without micro-batches."""
         while (samples := self._data.samples_of_next_step(loaders)) is not None:
             step = self._passes.step(self._loaders.name(loaders[0]))
             position: MicroBatchPosition = loaders[0].plan.position(step, samples, 0, last=True, is_padding=True)
@@ -428,11 +429,11 @@ class TrainingLoop:
             self._end_of_step.finish()
 
     def _leave(self) -> None:
-        """The loop of `train` is left: at its end, by ``break``, or by an error that `Run.__exit__` has seen.
+        """Leave the loop of `train`: at its end, by ``break``, or by an error that `Run.__exit__` has seen.
 
-        By ``break`` it may be left within the body in which a step was done. Its end comes later, where an error or a
-        stop can be raised: here, Python would only print it. A step of which a loss is missing is discarded: this may
-        be an error on this rank alone, and no other rank would join the collectives.
+        By ``break`` the loop may be left within the body in which a step was done. The step's end comes later, where an
+        error or a stop can be raised: here, Python would only print the error. A step of which a loss is missing is
+        discarded: the cause may be an error on this rank alone, and no other rank would join the collectives.
         """
         current = self._train_step.current
         self._generator = None
@@ -441,7 +442,7 @@ class TrainingLoop:
         try:
             if current is not None and current.complete:
                 self._metrics.step_is_done()
-                self._context.emergency.note_late(self._position.progress.step)  # of the rest of its body
+                self._context.emergency.note_late(self._position.progress.step)  # measured in the rest of the body
                 if not current.ended:
                     self._train_step.end(current)
                     self._carried.step_is_done()
@@ -464,9 +465,9 @@ class TrainingLoop:
     def _length(
         self, data_loaders: Sequence[TorchLoader], begins: Mapping[str, tuple[int, int]], steps: int | None
     ) -> int | None:
-        """How many micro-batches of this rank a pass has, that begins where its loaders were; None if nobody knows.
+        """The number of this rank's micro-batches in a pass that begins where ``begins`` says; None if not known.
 
-        In `Run.steps` it ends after ``steps``.
+        In `Run.steps` the pass ends after ``steps`` steps.
         """
         loaders = [self._loaders.find(each, "train") for each in data_loaders]
         lengths = []
@@ -480,7 +481,7 @@ class TrainingLoop:
 
 
 def _length_of_steps(loaders: Loaders, loader: MicroBatchLoader, order: int, first_step: int, steps: int) -> int | None:
-    """How many micro-batches of this rank so many ``steps`` have, from ``first_step`` of the pass ``order`` on."""
+    """The number of this rank's micro-batches in ``steps`` steps, from ``first_step`` of the pass ``order`` on."""
     per_epoch, length = loader.steps_per_epoch, 0
     if not per_epoch:
         return None

@@ -11,15 +11,15 @@ from lockstep.run.loop.position import RunPosition
 
 
 class EarlyStopping:
-    """What `Run.early_stopping` returns; the same on all ranks, as metrics are.
+    """The result of `Run.early_stopping`; equal on all ranks, as metrics are.
 
     Args:
         position: where the run is, with its metrics.
-        is_repeating: whether a resumed script is at what it did before the checkpoint.
+        is_repeating: whether a resumed script repeats the part before the checkpoint.
         metric: the name.
         patience: how often in a row it may be measured without improving.
-        mode: whether less or more is better.
-        min_delta: by how much at least.
+        mode: whether a lower or a higher value is better.
+        min_delta: smallest change that counts as an improvement.
     """
 
     def __init__(
@@ -45,19 +45,18 @@ class EarlyStopping:
         self._sign: Final = 1.0 if mode == "max" else -1.0
         self._min_delta: Final = min_delta
         self._best: float | None = None
-        self._waited = 0  # measurements since the best one
-        self._seen = -1  # steps done at the newest one
+        self._waited = 0  # measurements since the best value
+        self._seen = -1  # steps done at the newest measurement
 
     @property
     def stopped(self) -> bool:
-        """Whether `should_stop` has said so."""
+        """Whether `should_stop` has returned True."""
         return self._waited >= self._patience
 
     def should_stop(self) -> bool:
         """Whether the metric has now been measured ``patience`` times in a row without a new best value.
 
-        The same on all ranks; no collective. Each measurement counts once, however often this is asked. A value that
-        is not a number is no improvement.
+        Equal on all ranks; no collective. Each measurement counts once, for any number of calls. NaN is no improvement.
 
         Raises:
             UsageError: if the metric was never measured.

@@ -1,4 +1,4 @@
-"""Means over samples that depend neither on the order of the sums nor on who computed which part.
+"""Means over samples that depend neither on the order of additions nor on which rank computed which part.
 
 A float is a whole number of units of 2**-1074, so its sums are kept as Python's integers: exact, whatever their order.
 """
@@ -20,7 +20,7 @@ from lockstep.collectives import Group
 from lockstep.errors import UsageError
 from lockstep.run.source.reachable import find, script_roots
 
-# How many values wait on the device before they are fetched; each fetch waits for the device once.
+# Number of values that wait on the device before they are fetched; each fetch waits for the device once.
 _FETCH = 512
 _UNIT_BITS = 1074
 
@@ -32,12 +32,12 @@ Added = tuple[str, Number, Number, Number]
 
 
 class _Mean:
-    """One running mean; with ``finite_only``, of the values that are finite."""
+    """A running mean; with ``finite_only``, of finite values only."""
 
     def __init__(self, *, finite_only: bool = False) -> None:
         self._finite_only: Final = finite_only
         self.units = 0  # the sum of the finite values, in units of 2**-1074
-        self.odd = 0.0  # the sum of the others: nan or an infinity, if there were any
+        self.odd = 0.0  # the sum of the other values: nan or an infinity, if any came
         self.count = 0
         self._waiting: list[tuple[Number, Number, Number]] = []
 
@@ -72,38 +72,38 @@ class _Mean:
 
 
 class MetricMeans:
-    """What was measured since the last `reduce`, by name; with ``finite_only``, of values that are finite."""
+    """The means of values measured since the last `reduce`, by name; with ``finite_only``, of finite values only."""
 
     def __init__(self, *, finite_only: bool = False) -> None:
         self._finite_only: Final = finite_only
         self._means: dict[str, _Mean] = {}
 
     def add(self, name: str, value: Number, weight: Number, count: Number) -> None:
-        """The mean over ``weight`` items is ``value``; it counts as ``count``. Does not wait for the device."""
+        """Add ``value``, a mean over ``weight`` items, which counts as ``count``. Does not wait for the device."""
         self._of(name).add(value, weight, count)
 
     def add_number(self, name: str, value: float, weight: int, count: int) -> None:
-        """The same of what is known."""
+        """Add ``value`` as in `add`, for plain numbers."""
         self._of(name).add_number(value, weight, count)
 
     def reduce(self, group: Group) -> dict[str, float]:
-        """The mean of each measure over all ranks, and empty from here on. Collective.
+        """The mean of each measure over all ranks; the means are empty afterwards. Collective.
 
-        A rank may have measured nothing of it, such as one without a micro-batch in a short step.
+        A rank may have no values of a measure, as one without a micro-batch in a short step.
         """
         total = self.state(group)
         self._means = {}
         return {name: _mean(*parts) for name, parts in total.items()}
 
     def state(self, group: Group) -> State:
-        """What all ranks have measured so far, the same on every rank. Collective."""
+        """The sums of all ranks so far, equal on every rank. Collective."""
         total: State = {}
         for state in group.gather_objects(self.own(), "measures"):
             total = plus(total, state)
         return total
 
     def own(self) -> State:
-        """What this rank has measured so far. Waits for the device."""
+        """The sums of this rank so far. Waits for the device."""
         for mean in self._means.values():
             mean.fetch()
         return {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
@@ -124,48 +124,49 @@ class MetricMeans:
 
 
 class PassMetrics:
-    """What is measured in the pass over a data set that the script is in, if it is in one.
+    """The values measured in the script's current pass over a data set.
 
     Args:
-        counts: whether this rank's micro-batches are counted here, and not on another rank of the same replica.
+        counts: whether this rank's micro-batches are counted on this rank, not on another rank of the same replica.
         recent: whether `recent` is wanted, too.
-        alike: whether the gradient of a step is the same on all ranks.
-        notes: whether values are to be written down as they come, see `take_added`.
+        alike: whether the gradient of a step is equal on all ranks.
+        notes: whether values are written down as they come, see `take_added`.
     """
 
     def __init__(self, *, counts: bool, recent: bool = False, notes: bool = False, alike: bool = True) -> None:
         self._counts: Final = counts
         self._wants_recent: Final = recent
         self._alike: Final = alike
-        self._added: Final[list[Added] | None] = [] if notes else None  # in the step under way, and not taken yet
-        self.has_called = False  #: whether something was measured since `take_added`, be it of no samples
+        self._added: Final[list[Added] | None] = [] if notes else None  # in the current step, and not taken yet
+        self.has_called = False  #: whether `measure` was called since `take_added`, also for no samples
         self.train = MetricMeans()  #: of the steps of this pass
-        self.recent = MetricMeans()  #: of the steps since it was reduced last, in whatever pass
-        self._of_step: Final[list[Added]] = []  # of the step under way, which may be discarded
-        # Norms of the steps' gradients, in the same way: apart, for where all ranks have the same none of them is lost.
+        self.recent = MetricMeans()  #: of the steps since its last reduction, in any pass
+        self._of_step: Final[list[Added]] = []  # of the current step, which may be discarded
+        # Norms of the steps' gradients, in separate means: where all ranks have the same norms, no norm is lost with a
+        # rank.
         self.norms = MetricMeans(finite_only=True)
         self.recent_norms = MetricMeans(finite_only=True)
-        self._are_logged = False  # whether the recent ones are: then the next step's are the first
+        self._are_logged = False  # whether recent norms are logged: then the next step's norms are the first
         self._norms_of_step: Final[list[tuple[str, Number]]] = []
         self.evaluate = MetricMeans()
-        self.inside: Literal["train", "evaluate"] | None = None  #: which pass the script is in
-        self.position: MicroBatchPosition | None = None  #: of the micro-batch that the script has
-        self.samples = 0  #: in it; 0 for one that counts for nothing on this rank
+        self.inside: Literal["train", "evaluate"] | None = None  #: the script's current pass
+        self.position: MicroBatchPosition | None = None  #: of the script's current micro-batch
+        self.samples = 0  #: in this micro-batch; 0 if it counts for nothing on this rank
         self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
         self._bodies: Final[list[tuple[MicroBatchPosition, bool]]] = []  # of the step, and whether they count here
-        # The script's lists as they were before an evaluation in this body; None: there was none.
+        # The script's lists from before an evaluation in this body; None: no evaluation.
         self._lists: list[tuple[object, int]] | None = None
         self._names_of_losses = {"loss"}
-        #: Losses of the step under way, by the index of the micro-batch, while somebody wants them; None: nobody.
+        #: Losses of the current step, by the index of the micro-batch, while they are recorded; None: not recorded.
         self.losses: dict[int, list[Number]] | None = None
-        #: told of each value that is measured in the micro-batch, if what that gives is compared
+        #: called with each value measured in the micro-batch, if its results are compared
         self.compares: Callable[[str, object], None] | None = None
 
     def refuse_nested(self, method: str) -> None:
         """Check that the script is in no pass; it calls ``method``.
 
         Raises:
-            UsageError: if it is in one.
+            UsageError: if the script is in a pass.
         """
         if self.inside is not None:
             raise UsageError(
@@ -176,7 +177,7 @@ class PassMetrics:
         """Check that no pass of ``method`` is open.
 
         Raises:
-            UsageError: where one is, such as an iterator that the script still holds.
+            UsageError: if a pass is open, such as an iterator that the script still holds.
         """
         if self.inside == method:
             raise UsageError(
@@ -186,7 +187,7 @@ class PassMetrics:
 
     @property
     def in_replay(self) -> bool:
-        """Whether the script has a micro-batch that is computed once more: what it logs and says has been said."""
+        """Whether the script's micro-batch is a replay, in which logs and messages are suppressed."""
         return self.inside == "train" and self.position is not None and self.position.is_replay
 
     def enter(self, method: Literal["train", "evaluate"]) -> None:
@@ -200,7 +201,7 @@ class PassMetrics:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A context for an evaluation, also one inside of the body of `Run.train`, which has its means again after."""
+        """A context for an evaluation, also inside of the body of `Run.train`, whose means continue afterwards."""
         before = self.inside, self.position, self.samples
         if self.inside == "train" and self._lists is None:
             lists = find(script_roots(sys._getframe()), list).values()
@@ -213,7 +214,7 @@ class PassMetrics:
             self.inside, self.position, self.samples = before
 
     def hand_out(self, position: MicroBatchPosition) -> None:
-        """The micro-batch at ``position`` is the one to measure now."""
+        """Measure for the micro-batch at ``position`` from now on."""
         self.position = position
         self.samples = 0 if position.is_padding or position.is_replay or not self._counts else position.samples
         if self.inside == "train":
@@ -223,7 +224,7 @@ class PassMetrics:
             self._bodies.append((position, self.samples > 0))
 
     def bodies(self, value: object) -> Sequence[tuple[MicroBatchPosition, bool]]:
-        """All micro-batches of the step that the script has had, and whether they count here, in its last body.
+        """All micro-batches of the step in this rank's bodies, and whether each counts, in the step's last body.
 
         Empty elsewhere, and for a ``value`` that an evaluation in this body may have given.
         """
@@ -246,16 +247,16 @@ class PassMetrics:
         self._norms_of_step.append((name, as_it_is(norm)))
 
     def begin_pass(self) -> None:
-        """A pass begins: what one that was left by ``break`` has measured is not this one's."""
+        """Begin a pass, without the values of an earlier pass that was left by ``break``."""
         self.train, self.norms = MetricMeans(), MetricMeans(finite_only=True)
 
     def reduce_pass(self, group: Group) -> dict[str, float]:
-        """The means of the pass, over all ranks, which are empty from here on. Collective."""
+        """The means of the pass over all ranks; the means are empty afterwards. Collective."""
         norms, self.norms = self.norms, MetricMeans(finite_only=True)
         return self.train.reduce(group) | self._means_of(norms, group)
 
     def reduce_recent(self, group: Group) -> dict[str, float]:
-        """The means of the recent steps, in the same way, which are logged now. Collective."""
+        """The means of the recent steps over all ranks, to be logged; empty afterwards. Collective."""
         self._are_logged = True
         return self.recent.reduce(group) | self._means_of(self.recent_norms, group)
 
@@ -264,17 +265,17 @@ class PassMetrics:
         return {name: _mean(*parts) for name, parts in state.items()}
 
     def norms_state(self) -> StateTree:
-        """What this rank has of norms, for a checkpoint."""
+        """This rank's norms, for a checkpoint."""
         return {"pass": self.norms.own(), "recent": self.recent_norms.own(), "are_logged": self._are_logged}
 
     def load_norms(self, state: SavedTree) -> None:
-        """Go on from `norms_state`; {}: there were none."""
+        """Load a state of `norms_state`; {}: no norms were measured."""
         self.norms.load(state.get("pass", {}), here=True)
         self.recent_norms.load(state.get("recent", {}), here=True)
         self._are_logged = state.get("are_logged", False)
 
     def step_is_done(self) -> None:
-        """What was measured since the last call belongs to a step that was made."""
+        """Add the values measured since the last call to the means, as of a step that was made."""
         for added in self._of_step:
             self.train.add(*added)
             if self._wants_recent:
@@ -289,7 +290,7 @@ class PassMetrics:
         self._norms_of_step.clear()
 
     def forget_step(self) -> None:
-        """What was measured since the last `step_is_done` belongs to a step that is discarded."""
+        """Drop the values measured since the last `step_is_done`, as of a discarded step."""
         self._of_step.clear()
         self._norms_of_step.clear()
         self.take_added()
@@ -297,7 +298,7 @@ class PassMetrics:
             self.losses.clear()
 
     def take_added(self) -> list[Added]:
-        """What was measured in the step under way since this was last called, where it is written down."""
+        """The values measured in the current step since the last call, if values are written down."""
         self.has_called = False
         if not self._added:
             return []
@@ -343,17 +344,17 @@ class PassMetrics:
 
 
 def as_it_is(value: torch.Tensor) -> Number:
-    """What ``value`` (no dimension) holds, whatever the script writes into it later. Does not wait for the device."""
+    """The present value of ``value`` (no dimension), safe from later writes. Does not wait for the device."""
     return value.item() if value.is_cpu and not value.is_complex() else value.detach().clone()
 
 
 def measured(name: str, value: object, samples: int, count: int | torch.Tensor | None = None) -> Added:
     """``value`` as one number for each sample, or the mean of ``count`` items; None: of all ``samples``.
 
-    The script may change both afterwards.
+    The script may change ``value`` and ``count`` afterwards.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: if ``value`` is neither.
     """
     if isinstance(value, torch.Tensor) and value.dim():
         if count is not None:
@@ -365,7 +366,7 @@ def measured(name: str, value: object, samples: int, count: int | torch.Tensor |
         total = value.detach().sum(dtype=torch.float64 if whole else None)
         return name, as_it_is(total.double()), 1, value.numel()
     if isinstance(value, float):
-        number: Number = float(value)  # also one of NumPy's
+        number: Number = float(value)  # also a NumPy number
     else:
         try:
             tensor = torch.as_tensor(value)
@@ -387,16 +388,16 @@ def plus(one: Mapping[str, list[int | float]], other: Mapping[str, list[int | fl
 
 
 def _mean(units: int | float, odd: int | float, count: int | float) -> float:
-    """The quotient, correctly rounded; not a number if nothing was counted."""
+    """The mean, correctly rounded; NaN if the count is 0."""
     if odd or not count:
         return float(odd) or math.nan
     return int(units) / (int(count) << _UNIT_BITS)
 
 
 def explain_missing(error: BaseException, metrics: Mapping[str, float]) -> str:
-    """What to say of an error that ``run.metrics[NAME]`` raised for a name that it does not have; "" of others.
+    """The advice for an error of ``run.metrics[NAME]`` for a missing name; "" for any other error.
 
-    ``run.metrics`` is a plain dict, which scripts save and hand on, so it cannot say it itself.
+    ``run.metrics`` is a plain dict, which scripts save and hand on, so it cannot give the advice itself.
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not (isinstance(error, KeyError) and error.args and frames and ".metrics[" in (frames[-1].line or "")):

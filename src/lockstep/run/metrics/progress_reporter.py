@@ -1,4 +1,4 @@
-"""How a run shows where it is: drawn by the leader itself, or left in a file for the launcher; what ranks say."""
+"""The display of a run's progress, drawn by the leader or left in a file for the launcher; warnings of ranks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ SavedStep = Callable[[], int | None]
 
 @dataclass(slots=True)
 class RunLength:
-    """How long the run is, as far as it is known."""
+    """The length of the run, as far as it is known."""
 
     epochs: int | None = None
-    steps: int | None = None  #: where the run counts steps, and not epochs
+    steps: int | None = None  #: if the run counts steps, not epochs
     steps_per_epoch: int | None = None
     samples_per_epoch: int | None = None
 
     def steps_total(self, progress: Progress) -> int | None:
-        """Steps of the whole run, if each epoch from that of ``progress`` on is as long as this one."""
+        """The steps of the whole run, if all epochs from that of ``progress`` on have equal length."""
         if self.epochs is None or self.steps_per_epoch is None:
             return self.steps
         before = progress.step - progress.epoch_step
@@ -57,7 +57,7 @@ class RunLength:
 
 
 class ProgressReporter:
-    """Shows the user and the launcher where the run is; only on the leader."""
+    """Shows the user and the launcher the run's progress; only on the leader."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class ProgressReporter:
         path = env.get(STATUS)
         self._file = StatusFile(Path(path)) if world.leads and path else None
         self._view = choose_view(sys.stderr, env) if world.leads and not path else SilentView()
-        self._is_trial: Final = is_trial  # one of many: its search is shown, not each of them
+        self._is_trial: Final = is_trial  # a trial is one of many: the search is shown, not each trial
 
     def say(self, text: str) -> None:
-        """One line for the user, from the leader."""
+        """Print a line for the user, on the leader."""
         if not self._world.leads:
             return
         if self._file is not None:
@@ -95,14 +95,14 @@ class ProgressReporter:
             self._view.line(text)
 
     def print(self, text: str) -> None:
-        """One line of the user's own, from the leader: shown also where progress is not."""
+        """Print a line of the user's own, on the leader, also if progress is not shown."""
         if self._world.leads and isinstance(self._view, SilentView):
             _print(text)  # in the place of a view
         else:
             self.say(text)
 
     def step(self, progress: Progress, length: RunLength, loss: Number | None, saved_step: SavedStep) -> bool:
-        """A step is done. Costs about a microsecond, and four times a second what `show` does: whether it was time."""
+        """Note a step, and show progress four times a second; whether it was shown. Costs about a microsecond."""
         self._pace.observe(progress.samples)
         if self._now() < self._next_at:
             return False
@@ -119,7 +119,7 @@ class ProgressReporter:
         if isinstance(loss, torch.Tensor) and not loss.is_cpu:
             copied, before = self._read_later(loss.detach().reshape(1)), self._loss
             self._loss = copied
-            # The loss of the time before: its copy is there by now, so reading it waits for nothing.
+            # The loss from the display before, whose copy has arrived, so reading it does not wait.
             shown = copied if state in _ENDS else before
             value = None if shown is None else shown.read()[0]
         else:
@@ -147,31 +147,31 @@ class ProgressReporter:
             self._view.show(self._status)
 
     def close(self) -> None:
-        """The view is gone from the screen; what it said last stays."""
+        """Close the view; its last lines stay on the screen."""
         self._view.close()
 
 
 def _print(text: str) -> None:
-    # The stream may be the script's own, or closed: what is said never ends a training.
+    # The stream may be the script's own, or closed: printing must never end a training.
     with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)  # noqa: T201
 
 
 class RankWarnings:
-    """What the leader finds it says at once; what others find, where all ranks meet next.
+    """Warnings of ranks: the leader prints its own at once, and those of other ranks where all ranks meet next.
 
     Args:
         group: all ranks.
         say: prints one line, on the leader.
-        protect: keeps the newest checkpoint beside those that are kept anyway.
+        protect: keeps the newest checkpoint in addition to those kept anyway.
     """
 
     def __init__(self, group: Group, say: Callable[[str], None], protect: Callable[[], None]) -> None:
         self._group: Final = group
         self._say: Final = say
         self._protect_newest: Final = protect
-        self._waiting: list[tuple[str, bool]] = []  # of this rank, for the leader to say
-        self._found: set[str] = set()  # here, each said once
+        self._waiting: list[tuple[str, bool]] = []  # of this rank, for the leader to print
+        self._found: set[str] = set()  # on this rank, each printed once
         self._protects = False
 
     def add(self, text: str) -> None:
@@ -179,12 +179,12 @@ class RankWarnings:
         self._add(text, spoils=False)
 
     def add_spoilt(self, text: str) -> None:
-        """This rank has found ``text``, which is said once: checkpoints from now on are no better than those before."""
+        """Add the warning ``text``, printed once, and protect the newest checkpoint, since later ones may be spoilt."""
         self._protect()
         self._add(text, spoils=True)
 
     def say_all(self) -> None:
-        """The leader says what the other ranks have found, each text once. Collective."""
+        """Print the other ranks' warnings on the leader, each text once. Collective."""
         waiting, self._waiting = self._waiting, []
         by_text: dict[tuple[str, bool], list[int]] = {}
         for rank, found in enumerate(self._group.gather_objects(waiting, "warnings")):
@@ -194,7 +194,7 @@ class RankWarnings:
             if not spoils:
                 self._say(f"{format_ranks(ranks)}: {text}")
                 continue
-            self._protect()  # on the leader, too, which removes older ones; no save came in between
+            self._protect()  # on the leader, too, which removes older checkpoints; no save came in between
             if text not in self._found:
                 self._found.add(text)
                 self._say(text)

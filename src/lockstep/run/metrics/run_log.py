@@ -1,6 +1,6 @@
-"""The run's own record of metrics, the line in which the user sees them, and the trackers that get them, too.
+"""The run's record of metrics, the user's line with metrics, and the trackers that receive metrics.
 
-Also its record of a start in ``run.json``: settings, those of the script among them, and hardware.
+Also the run's record of its start in ``run.json``: settings, including the script's, and hardware.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ LoggedRow = tuple[int, int, dict[str, float]]
 """A step, an epoch, and values by name."""
 
 Ending = Literal["ended", "stopped", "failed"]
-#: For how many seconds a run waits for its trackers. To import one of them takes a busy machine half a minute; who
+#: Number of seconds that a run waits for its trackers. Importing one takes half a minute on a busy machine; a user who
 #: stops a run waits for about as long in all.
 _TRACKERS_S: Final[Mapping[Ending, float]] = {"ended": 60.0, "stopped": 15.0, "failed": 2.0}
 _MOST_GIVEN: Final = 1000  # values that wait to be compared
-#: Names of what each rank measures of itself, such as time and memory.
+#: Names of values that each rank measures of itself, such as time and memory.
 _OF_RANK: Final = re.compile(
     r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|eta|speed|throughput|fps|its?|tps|"
     r"[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|local|date|timestamp)(_|$)|"
@@ -53,11 +53,11 @@ _OF_RANK: Final = re.compile(
 
 
 class RunLog:
-    """Written by the leader; the others write and say nothing.
+    """The log of metrics, written and printed by the leader only.
 
     Args:
         context: of the run; in its directory, if it has one, is ``metrics.jsonl``.
-        tracker: the script's own one.
+        tracker: the script's own.
     """
 
     def __init__(self, context: RunContext, tracker: LogsValues | None) -> None:
@@ -68,11 +68,11 @@ class RunLog:
         self._every: Final = None if every is None else int(every.every)
         self._file: MetricsFile | None = None
         self._trackers: list[TrackerThread] = []
-        self._given: dict[tuple[str, int], list[int | float]] = {}  # what the script has logged, by name and step
-        self.rows: list[LoggedRow] = []  #: what was logged since `forget_rows`, on every rank
+        self._given: dict[tuple[str, int], list[int | float]] = {}  # values logged by the script, by name and step
+        self.rows: list[LoggedRow] = []  #: rows logged since `forget_rows`, on every rank
 
     def open(self, step: int) -> None:
-        """The run goes on from ``step``; what the file says of later steps is removed."""
+        """Open the file, as the run goes on from ``step``; rows of later steps are removed."""
         if not self._leads:
             return
         directory, settings, say = self._context.directory, self._context.resolved, self._context.reporter.say
@@ -80,7 +80,7 @@ class RunLog:
         if directory:
             path = Path(directory, "metrics.jsonl")
             self._file = MetricsFile(path, step=step, say=say)
-            # Else a power cut could leave a checkpoint without what was logged before it, which no run logs again.
+            # Else a power cut could leave a checkpoint without the rows logged before it, which no run logs again.
             self._context.checkpointer.before_commit(self._file.flush)
             try:
                 record = MetricsFile.read(path) if path.exists() else []
@@ -96,7 +96,7 @@ class RunLog:
         Args:
             values: by name.
             step: steps done.
-            epoch: the epoch in work, from 1; a value named ``epoch`` takes its place.
+            epoch: the current epoch, from 1; a value named ``epoch`` replaces it.
         """
         if self._context.emergency.notes:
             plain = record_row(step, epoch, values, 0.0)
@@ -115,9 +115,9 @@ class RunLog:
         self._context.reporter.say(f"step {step}: " + ", ".join(texts))
 
     def note_given(self, values: Mapping[str, object], step: int) -> None:
-        """The script has given ``values`` itself: they are to be the same on all ranks that log them.
+        """Note ``values`` given by the script, which must be equal on all ranks that log them.
 
-        Not within a pass, where ranks stand at other micro-batches.
+        Values logged within a pass, where ranks are at different micro-batches, are not noted.
         """
         if self._context.metrics.inside is not None or self._context.group.size == 1 or len(self._given) > _MOST_GIVEN:
             return
@@ -125,16 +125,16 @@ class RunLog:
             self._given.setdefault((name, step), []).append(number)
 
     def compare_given(self) -> None:
-        """Check that what the script has logged since the last call is the same on all ranks. Collective.
+        """Check that values logged by the script since the last call are equal on all ranks. Collective.
 
-        What only some have logged is theirs.
+        Values that only some ranks have logged are not compared.
 
         Raises:
-            MismatchError: naming the first value that is not.
+            MismatchError: naming the first value that differs.
         """
         given, self._given = self._given, {}
         if self._context.share.replica is None:
-            given = {}  # it serves others, and has no micro-batches
+            given = {}  # a server rank has no micro-batches
         first, *others = self._context.group.gather_objects(given, "what run.log(...) was given")
         for rank, theirs in enumerate(others, 1):
             for (name, step), values in first.items():
@@ -148,18 +148,18 @@ class RunLog:
                     )
 
     def write_recent(self) -> None:
-        """A step has ended: after every so many, what they measured is written. Collective then."""
+        """Write the recent means, at the end of every ``log_every`` steps. Collective then."""
         position, context = self._context.position, self._context
         if self._every is not None and position.progress.step % self._every == 0:
             means = {f"{name}_step": mean for name, mean in context.metrics.reduce_recent(context.group).items()}
             self.write(means | _learning_rates(context.state.optimizers), position.progress.step, position.epoch_number)
 
     def forget_rows(self) -> None:
-        """A step has ended: a run that goes on from there logs again what comes from here on."""
+        """Forget all rows at a step's end: a run that resumes from there logs later rows again."""
         self.rows.clear()
 
     def close(self, ending: Ending) -> None:
-        """The file is closed, and the trackers have had what it holds, or a while to take it."""
+        """Close the file, and the trackers once they have received all rows, or after a timeout."""
         if self._file is not None:
             self._file.close()
         until = time.monotonic() + _TRACKERS_S[ending]
@@ -167,7 +167,7 @@ class RunLog:
             tracker.end()
         for tracker in self._trackers:
             while (left_s := until - time.monotonic()) > 0 and not tracker.has_ended(min(left_s, 1.0)):
-                self._context.marker.set_phase("exit")  # to wait for it is no hang
+                self._context.marker.set_phase("exit")  # waiting for a tracker is no hang
             tracker.close(_TRACKERS_S[ending])
 
 
@@ -176,8 +176,8 @@ class TrialReports:
 
     Args:
         context: of the run.
-        log: where losses are recorded, too.
-        is_repeating: whether a resumed script is at what it did before the checkpoint.
+        log: records the losses, too.
+        is_repeating: whether a resumed script repeats the part before the checkpoint.
     """
 
     def __init__(self, context: RunContext, log: RunLog, is_repeating: Callable[[], bool]) -> None:
@@ -187,7 +187,7 @@ class TrialReports:
         trial = current_trial()
         self._before: Final = [] if trial is None else list(trial.reports_of_runs)
         if trial is not None:
-            position = context.position  # and not the context, which would outlive the run with all it holds
+            position = context.position  # not the context, which would outlive the run with all its objects
             trial.reports_of_runs.append(lambda: position.reports)
 
     def report(self, loss: float | torch.Tensor) -> None:
@@ -197,7 +197,7 @@ class TrialReports:
             TrialStopped: on all ranks, if the search stops the trial.
         """
         value = _number(loss)
-        # What stands in a turn before the pass that goes on runs again after a resume.
+        # After a resume, the part of a turn before the pass that goes on runs again.
         if self._is_repeating():
             return
         context, position, trial = self._context, self._context.position, current_trial()
@@ -222,7 +222,7 @@ def _number(loss: object) -> float:
 
 
 def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
-    """The numbers among what a script logs that are to be the same on all ranks, by name."""
+    """The numbers among the script's logged ``values`` that must be equal on all ranks, by name."""
     found: dict[str, int | float] = {}
     for name, value in values.items():
         number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
@@ -232,26 +232,26 @@ def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
 
 
 def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:
-    """The learning rate of each optimizer's first group, which the next step takes; ``lr`` where there is one alone."""
+    """The learning rate of each optimizer's first group for the next step; named ``lr`` for a single optimizer."""
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers if "lr" in optimizer.param_groups[0]]
     names = ["lr"] if len(optimizers) == 1 else [f"lr_{number}" for number in range(len(rates))]
     return dict(zip(names, rates, strict=False))
 
 
 def _on_screen(value: object) -> str:
-    """``value`` with four digits if it is a fraction, also one of NumPy's or torch's."""
+    """The text of ``value``, with four digits for a floating-point number, also of NumPy or torch."""
     if isinstance(value, torch.Tensor | np.generic) and value.ndim == 0:
         value = value.item()
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def record_start(context: RunContext, env: Mapping[str, str]) -> None:
-    """Record with which settings, and on what, this run starts, in ``run.json``. Collective.
+    """Record the settings and hardware of this run's start in ``run.json``. Collective.
 
-    Below a launcher the start stands there already. Without one, as under ``python train.py`` or torchrun, the file is
+    Under our launcher the file has the start already. Without it, as under ``python train.py`` or torchrun, the file is
     in the directory of the checkpoints, and the leader writes all of it.
 
-    Only of a script's first run, and of no trial of a search; a file that cannot be written stops no run.
+    Recorded only for a script's first run, and for no trial of a search; a file that cannot be written stops no run.
     """
     directory, world, group = context.directory, context.world, context.group
     launched = bool(env.get(RUN_DIR))
@@ -273,7 +273,7 @@ def record_start(context: RunContext, env: Mapping[str, str]) -> None:
         start["settings"] = settings_record(context.resolved)
         start["nodes"] = {**start["nodes"], **nodes}
 
-    with contextlib.suppress(OSError, LookupError, TypeError):  # of a file that somebody has changed
+    with contextlib.suppress(OSError, LookupError, TypeError):  # the file may have been changed by a user
         path.mkdir(parents=True, exist_ok=True)
         change_about_run(path, change)
 

@@ -1,14 +1,14 @@
-"""The audit: now and then a micro-batch is computed on two ranks, which must agree before the update, bit for bit.
+"""The audit: now and then two ranks compute the same micro-batch, and must agree before the update, bit for bit.
 
 rank 0     0 1 2 7' 3        7' on rank 0 must be 7 on rank 2      which of each rank's, and where it is computed
 rank 1     4 5 2' 6          2' on rank 1 must be 2 on rank 0      again, the step's seed says
 rank 2     8 7 5' 9          5' on rank 2 must be 5 on rank 1
 
-Where two differ, the step is dropped, and all ranks compute that micro-batch once more. The ranks that gave other bits
-than most, or not the same twice, are accused. A rank that is alone computes all of it itself.
+If two results differ, the step is dropped, and all ranks compute the micro-batch again. Ranks whose bits differ from
+those of most, or from their own, are accused. A single rank makes all computations itself.
 
-Between the end of such a step and the next update nothing writes to parameters and states of optimizers, nor to buffers
-and kept tensors until the next body begins. So their bytes are compared with themselves.
+Between the end of such a step and the next update no code writes to parameters and states of optimizers, nor to buffers
+and kept tensors until the next body begins. So their bytes are compared with those from before.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _IN_STEP: Final = 2  # kinds of tensors that stay as they are until the next upd
 
 
 class Verdict(NamedTuple):
-    """What the computations of one micro-batch say of the ranks that made them."""
+    """The verdict on ranks from all computations of a micro-batch."""
 
-    wrong: frozenset[int]  #: ranks that gave other bits than most, or not the same twice; empty: it cannot be told
-    unsteady: frozenset[int]  #: those that did not give the same twice
-    right: Digest  #: what most gave
-    other: Digest  #: what another one gave
+    wrong: frozenset[int]  #: ranks whose bits differ from those of most, or from their own; empty: not known
+    unsteady: frozenset[int]  #: ranks whose two results differ
+    right: Digest  #: the result of most ranks
+    other: Digest  #: a different result
 
 
 def judged(plays: Sequence[tuple[int, Digest]]) -> Verdict | None:
-    """Who was wrong, by all computations of one micro-batch, each with its rank; None: they agree."""
+    """The verdict from all computations of a micro-batch, each with its rank; None if they agree."""
     kinds: list[list[tuple[int, Digest]]] = []
     for play in plays:
         alike = next((kind for kind in kinds if not kind[0][1].differs(play[1])), None)
@@ -69,12 +69,12 @@ def judged(plays: Sequence[tuple[int, Digest]]) -> Verdict | None:
 class _Stored(NamedTuple):
     name: str
     tensor: torch.Tensor
-    version: int  # how often it was written to
-    kind: int  # its place in `Audit._tensors`
+    version: int  # version counter
+    kind: int  # place in `Audit._tensors`
 
 
 class Audit:
-    """Of one run, on one rank; does nothing in steps that are not audited.
+    """The audit of a run, on one rank; does nothing in steps that are not audited.
 
     Args:
         context: of the run.
@@ -84,8 +84,8 @@ class Audit:
         self._context: Final = context
         self._group: Final = context.group
         self._plays: Final[list[Played]] = []  # of the step
-        self.disputed: tuple[int, ...] = ()  #: the micro-batches that were computed to different bits
-        self._good: int | None = None  # the step up to which no audit of this process has found anything
+        self.disputed: tuple[int, ...] = ()  #: the micro-batches with different results
+        self._good: int | None = None  # the step up to which no audit of this process has found an error
         self._stored: list[tuple[_Stored, int]] = []  # at the end of an audited step, with checksums
 
     # ---- what is computed ----------------------------------------------------------------------------------------
@@ -95,9 +95,9 @@ class Audit:
         self._plays.append(played)
 
     def agrees(self) -> bool:
-        """Whether all computations of the step's micro-batches gave the same bits, before it is updated. Collective.
+        """Whether all computations of the step's micro-batches agree, asked before the update. Collective.
 
-        Else `disputed` says which did not, on all ranks alike. Waits for the GPU.
+        If not, `disputed` has the micro-batches with different results, equal on all ranks. Waits for the GPU.
         """
         verdicts = self._verdicts()
         self.disputed = tuple(verdicts)
@@ -116,9 +116,9 @@ class Audit:
         return {place: verdict for place, verdict in found.items() if verdict is not None}
 
     def error(self, *, reads_world_size: bool) -> MismatchError | ReplayError:
-        """The disputed micro-batches have been computed once more by all ranks: who was wrong. Collective.
+        """The error that names the wrong ranks, after all ranks have computed disputed micro-batches again. Collective.
 
-        Checkpoints since the last audit that found nothing are set aside.
+        Checkpoints since the last audit without an error are set aside.
         """
         verdicts = self._verdicts()
         self._context.checkpointer.go_back(self._good or 0)
@@ -167,7 +167,7 @@ class Audit:
         )
 
     def _difference(self, index: int, verdict: Verdict) -> str:
-        """What differs first between the two kinds of results, in words. Collective."""
+        """The first difference between the two results, in words. Collective."""
         own: list[tuple[Digest, Notes]] = [(p.digest(), p.play.notes()) for p in self._plays if p.place == index]
         plays = [each for of_rank in self._group.gather_objects(own, "what was computed") for each in of_rank]
         right, other = (
@@ -176,7 +176,7 @@ class Audit:
         return first_difference(right, other)
 
     def _apart(self, rank: int, wrong: Sequence[int]) -> str:
-        """What ``rank`` holds otherwise than a rank that was right, in words. Collective."""
+        """The difference in the state of ``rank`` from a rank that was right, in words. Collective."""
         part = self._context.strategy.state_part
         if part is None or part.divides_models or self._group.size == 1:
             return ""
@@ -195,9 +195,9 @@ class Audit:
     # ---- what is stored ------------------------------------------------------------------------------------------
 
     def note_stored(self) -> bool:
-        """An audited step has ended: what is stored now must stay so. Two passes over the state until the next update.
+        """Note checksums of the state after an audited step. Costs two passes over the state until the next update.
 
-        Collective. Returns whether ranks hold the same of what each of them holds. Waits for the GPU.
+        Collective. Returns whether ranks hold equal values of undivided state. Waits for the GPU.
         """
         self._stored = self._with_sums(list(self._tensors()))
         if self._group.size == 1:
@@ -210,12 +210,12 @@ class Audit:
         )
 
     def require_stored(self, *, between: bool) -> None:
-        """Check that what `note_stored` has seen holds the same bytes; with ``between``, before the next step's body.
+        """Check that bytes noted by `note_stored` are unchanged; with ``between``, before the next step's body.
 
         Asks no other rank.
 
         Raises:
-            AuditError: on this rank alone, if bytes have changed to which nothing has written.
+            AuditError: on this rank alone, if bytes have changed without being written.
         """
         seen = [each for each in self._stored if (each[0].kind >= _IN_STEP) == between]
         self._stored = [each for each in self._stored if each[0].kind < _IN_STEP] if between else []

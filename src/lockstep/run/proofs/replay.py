@@ -1,19 +1,19 @@
-"""The body of the loop is a function of its micro-batch, and that is tried: one of a step is handed out twice.
+"""Replays, which test that the loop's body is a function of its micro-batch: a micro-batch is handed out twice.
 
 a rank's micro-batches of a checked step     0 1 2 0' 3        of one alone: 0' 0' 0        0' is a replay of 0
 
-Both plays that are compared begin with the same parameters, buffers, kept and carried state and random numbers, and
-with samples that are read again. So losses, gradients, measured values and buffers must have the same bits. What
-differs depends on something that no checkpoint holds and that other numbers of ranks change differently: a generator or
-a counter of the script's own, an attribute that a forward pass changes, a cache of a data set. A replay counts for
-nothing.
+Both compared plays begin with the same parameters, buffers, kept and carried state and random numbers, and with samples
+that are read again. So losses, gradients, measured values and buffers must have the same bits. A different value
+depends on state that no checkpoint holds and that other numbers of ranks change differently: a generator or a counter
+of the script's own, an attribute that a forward pass changes, a cache of a data set. The results of a replay are
+dropped.
 
-What these values are computed from is looked at as well, by reading the script (`run.inputs`): a body
-that changes such a thing itself is refused, though no checked step may show an effect, as that of a list that is only
-drawn from when it is full.
+The inputs of these values are also examined, by reading the script (`run.inputs`): a body that changes such an input
+itself is refused, even if no checked step shows an effect, as with a list from which samples are drawn only when it is
+full.
 
 On several ranks, each second checked step replays the first micro-batch of the next rank. The ranks compare at the
-step's end. What differs then is something that each rank has for itself, such as a number that it set from its losses:
+step's end. A difference then comes from state that each rank has separately, such as a number set from its losses:
 
 rank 0     0 1 2 4' 3        4' on rank 0 must be 4 on rank 1
 rank 1     4 5 6 0' 7        0' on rank 1 must be 0 on rank 0
@@ -41,8 +41,8 @@ from lockstep.run.source.script_places import Held, changed_by
 from lockstep.run.state.registered import State
 from lockstep.torch_private import pytree
 
-#: Passes of a process whose first steps are checked in any case; in later ones, a replay is made once in so many
-#: micro-batches.
+#: Number of passes of a process whose first steps are checked in any case; in later passes, one in `_ONE_IN`
+#: micro-batches is replayed.
 _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
@@ -53,13 +53,13 @@ _NOTHING: Final = "nothing", "nothing"
 class CheckSchedule:
     """Which steps are checked: the first two of each pass, as far as that costs 0.5 % at most, and one in so many.
 
-    The same on all ranks.
+    Equal on all ranks.
 
     Args:
-        every: one step of a pass in so many.
-        replays: whether a micro-batch of each is replayed.
-        of_others: whether those of each second one are of other ranks.
-        audit: how often a step is audited instead, in steps of the run; 0: never.
+        every: interval of checked steps in a pass.
+        replays: whether a micro-batch of each checked step is replayed.
+        of_others: whether each second checked step replays another rank's micro-batch.
+        audit: interval of audited steps, in steps of the run; 0: never.
         seed: of the run.
     """
 
@@ -74,10 +74,10 @@ class CheckSchedule:
         self._granted = 0  # replays
 
     def begin_pass(self, steps: int, plan: BatchPlan) -> CheckedSteps:
-        """Those of a pass that begins after ``steps`` of the run, which are divided by ``plan``."""
+        """The checked steps of a pass that begins after ``steps`` steps of the run, divided by ``plan``."""
         if self._began is None:
             self._began = steps
-        most = -(-plan.micro_batches // plan.world_size)  # that a rank computes in a step
+        most = -(-plan.micro_batches // plan.world_size)  # micro-batches of a rank in a step
         is_free = self._passes < _FREE_PASSES or self._granted * _ONE_IN <= (steps - self._began) * most
         first = _FIRST_STEPS if is_free else 0
         self._passes += 1
@@ -87,7 +87,7 @@ class CheckSchedule:
 
 
 class ReplayError(UsageError):
-    """A micro-batch gave other values when it was computed once more."""
+    """The error that a micro-batch had different values when it was computed again."""
 
     def __init__(
         self,
@@ -102,16 +102,16 @@ class ReplayError(UsageError):
         self._place: Final = place
         self._reads_world_size: Final = reads_world_size
         self._after: Final = after  # more bodies
-        self._ranks: Final = ranks  # that have computed it; None: this one, twice
+        self._ranks: Final = ranks  # that have computed it; None: this rank, twice
         self.of_samples: Final = difference.startswith(SAMPLES)  #: whether the data set gave other samples
         super().__init__(self._text(()))
 
     def after(self, bodies: int) -> ReplayError:
-        """The same error of a micro-batch that was computed once more after so many other ``bodies``."""
+        """The same error, for a micro-batch that was computed again after ``bodies`` other bodies."""
         return ReplayError(self._difference, self._place, reads_world_size=self._reads_world_size, after=bodies)
 
     def naming(self, names: Sequence[str]) -> UsageError:
-        """The same error, with the ``names`` of what the body has changed, or of what the two ranks have apart."""
+        """The same error, with the ``names`` of values that the body has changed, or in which the two ranks differ."""
         return UsageError(self._text(names))
 
     def _text(self, names: Sequence[str]) -> str:
@@ -163,12 +163,12 @@ Notes = Mapping[str, tuple[object, object]]
 
 
 class Play:
-    """What one computation of a micro-batch has given, by name, in the order in which it came."""
+    """The results of a computation of a micro-batch, by name, in order."""
 
     def __init__(self) -> None:
         self._notes: Final[dict[str, tuple[Any, Any]]] = {}
         self._losses = 0  # that the body gave to ``run.step`` so far
-        self.before: Held = {}  #: what the training is computed from, before the body, if that is known
+        self.before: Held = {}  #: the inputs of the training before the body, if known
         self.after: Held = {}
 
     def note(self, name: str, value: object) -> None:
@@ -198,11 +198,11 @@ class Play:
 
     @property
     def which(self) -> str:
-        """Which of the body's losses came last, where there are several."""
+        """The number of the body's last loss, if there are several; else ""."""
         return f" {self._losses}" if self._losses > 1 else ""
 
     def notes(self) -> Notes:
-        """What is remembered, in plain values. Waits once for each device."""
+        """The remembered results as plain values. Waits once for each device."""
         flat = [each for pair in self._notes.values() for each in pair if isinstance(each, torch.Tensor)]
         plain = dict(zip(map(id, flat), numbers(flat), strict=True))
         return {
@@ -212,7 +212,7 @@ class Play:
 
 
 def first_difference(first: Notes, second: Notes) -> str:
-    """What differs first, in words; "" if nothing does."""
+    """The first difference, in words; "" if the results are equal."""
     for name in dict.fromkeys((*first, *second)):
         (mark, value), (other_mark, other) = first.get(name, _NOTHING), second.get(name, _NOTHING)
         if mark != other_mark:
@@ -226,8 +226,8 @@ class Replays:
     Args:
         group: all ranks.
         state: what the run holds.
-        inputs: what the training is computed from.
-        notes_all: whether each micro-batch has a play, also one that is not compared here.
+        inputs: of the training's computation.
+        notes_all: whether each micro-batch has a play, also if it is not compared.
     """
 
     def __init__(self, group: Group, state: State, inputs: SharedInputs, *, notes_all: bool = False) -> None:
@@ -235,11 +235,11 @@ class Replays:
         self._state: Final = state
         self._inputs: Final = inputs
         self._notes_all: Final = notes_all
-        self.play: Play | None = None  #: of the micro-batch that the script has, if it is compared
-        self._firsts: dict[int, Played] = {}  # what came first in this step, of this rank's own, by its place
+        self.play: Play | None = None  #: of the script's micro-batch, if it is compared
+        self._firsts: dict[int, Played] = {}  # first plays of this rank's own micro-batches in this step, by place
         self._other: Played | None = None  # of another rank's
-        self.reads_world_size = False  #: whether a replay has read how many ranks there are
-        self.of_effects = False  #: whether only effects are compared, and the script is not looked at
+        self.reads_world_size = False  #: whether a replay has read the number of ranks
+        self.of_effects = False  #: whether only effects are compared, without examining the script
 
     def begin(self, position: MicroBatchPosition) -> None:
         """The micro-batch at ``position`` is handed out."""
@@ -253,7 +253,7 @@ class Replays:
             self._inputs.calls.watch()
 
     def note_given(self, parts: object) -> None:
-        """The body gives what a loss is computed of later: remember its parts."""
+        """Remember the parts of the body's data for a loss that is computed later."""
         if self.play is not None:
             self.play.note_all(f"what run.step was given{self.play.which},", parts)
 
@@ -284,24 +284,24 @@ class Replays:
                 handle.remove()
 
     def note_buffers(self) -> None:
-        """The micro-batch has its losses: what buffers hold now."""
+        """Remember the buffers, after the losses of the micro-batch."""
         if self.play is not None:
             for model in self._state.models:
                 for name, buffer in model.named_buffers():
                     self.play.note(f"the buffer {name}", buffer)
 
     def end(self, position: MicroBatchPosition, step: int, carried: Mapping[str, object]) -> Play | None:
-        """The body is over; the second play of a step is compared with the first one. Waits for the GPU then.
+        """End the play of a body; a second play is compared with the first. Waits for the GPU then.
 
         Returns the play of the micro-batch, if it has one.
 
         Args:
             position: of the micro-batch.
-            step: steps done before its own.
-            carried: what it carries to the next step.
+            step: steps done before the micro-batch's step.
+            carried: state that the micro-batch carries to the next step.
 
         Raises:
-            ReplayError: if they differ.
+            ReplayError: if the plays differ.
         """
         play, self.play = self.play, None
         self._inputs.calls.unwatch()
@@ -331,7 +331,7 @@ class Replays:
         return play
 
     def take(self, position: MicroBatchPosition, step: int) -> Played | None:
-        """What was remembered of an audited micro-batch, which has its losses; nothing more is. None: nothing was."""
+        """End and return the play of an audited micro-batch, after its losses; None if it has no play."""
         play, self.play = self.play, None
         return None if play is None else Played(step, position.index, position.of, play)
 
@@ -345,10 +345,10 @@ class Replays:
             raise ReplayError(changed, f"a pass that ends after step {step}").naming(())
 
     def compare_ranks(self) -> None:
-        """The step is over. If ranks have replayed each other's micro-batches in it, compare them: collective then.
+        """Compare ranks at the end of a step in which they replayed each other's micro-batches. Collective then.
 
         Raises:
-            UsageError: if two of them differ, on all ranks, with the names of what the two ranks have apart.
+            UsageError: on all ranks, if two plays differ, naming the values in which the two ranks differ.
         """
         own, other = next(iter(self._firsts.values()), None), self._other
         if other is None:
@@ -374,7 +374,7 @@ class Replays:
         place = place_of(second.place, other.of, other.step)
         error = ReplayError(difference, place, (owner, reader), reads_world_size=self.reads_world_size)
         apart = changed({name: mark for name, mark in first_marks.items() if name in second_marks}, second_marks)
-        # Tensors of the micro-batch are so in any script.
+        # Tensors of the micro-batch differ between ranks in any script.
         plain = [name for name in apart if second_marks[name].rank < TENSOR_RANK]
         raise error.naming(plain or apart)
 
@@ -385,20 +385,20 @@ class Replays:
         self._inputs.calls.unwatch()
 
     def leave(self) -> None:
-        """The loop is left, with the variables of the functions in it."""
+        """Leave the loop, and forget its plays and variables."""
         self.forget()
         self._inputs.leave()
 
 
 class Digest(NamedTuple):
-    """What is compared first, for all that was remembered of a micro-batch."""
+    """A digest of a micro-batch's play, compared first."""
 
     place: int  #: of the micro-batch in its step
     values: str
-    gradients: str  #: "" where none was computed
+    gradients: str  #: "" if none was computed
 
     def differs(self, other: Digest) -> bool:
-        """Whether the bits are others; gradients count where both have them."""
+        """Whether the bits differ; gradients count if both digests have them."""
         has_gradients = bool(self.gradients and other.gradients)
         return self.values != other.values or (has_gradients and self.gradients != other.gradients)
 
@@ -412,7 +412,7 @@ class Played(NamedTuple):
     play: Play
 
     def digest(self) -> Digest:
-        """What is compared first. Waits for the GPU."""
+        """The digest of the play. Waits for the GPU."""
         notes = self.play.notes()
         marks = sorted((name, repr(mark)) for name, (mark, _) in notes.items())
         gradients = [pair for pair in marks if pair[0].startswith(_GRADIENT)]
@@ -429,7 +429,7 @@ def _hash(marks: Sequence[tuple[str, str]]) -> str:
 
 
 def place_of(index: int, of: int, step: int) -> str:
-    """Which micro-batch it is of how many, and of which step, after so many."""
+    """The words for micro-batch ``index`` of ``of`` in the step after ``step`` steps."""
     return f"micro-batch {index} of {of} of step {step + 1}"
 
 

@@ -1,6 +1,6 @@
-"""In a run's first step, the body computes its micro-batches many times over: a function gives the same each time.
+"""Series of replays in a run's first step: the body computes its micro-batches many times, with equal results.
 
-a replay             0 1 2 0' 3                           finds what a few bodies change
+a replay             0 1 2 0' 3                           finds changes by a few bodies
 a series of them     0 1 2 0' 0' 1' 2' 0' 1' 2' ... 3     finds what begins after many: a threshold, a full list, each
                                                           seventh call, whatever holds it
 
@@ -67,11 +67,11 @@ _PAUSES: Final = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWi
 
 
 class ReplaySeries:
-    """Tries it once for each loop of the script.
+    """Makes a series of replays once for each loop of the script.
 
     Args:
         context: of the run.
-        train_step: compares what bodies compute.
+        train_step: compares the results of bodies.
         handing_out: see `HandingOut`.
     """
 
@@ -80,22 +80,22 @@ class ReplaySeries:
         self._train_step: Final = train_step
         self._handing_out: Final = handing_out
         self._tried: Final[set[CodeType | None]] = set()
-        self._began: int | None = None  # steps done before the first one of this process
+        self._began: int | None = None  # steps done before the first step of this process
         #: The micro-batches that the rank has had in this step, before a body could change them.
         self._had: Final[dict[int, tuple[MicroBatchPosition, Data]]] = {}
-        self._is_new = False  # whether the micro-batch that the script has is computed for the first time
-        self._collectives: int | None = 0  # that were begun before it
+        self._is_new = False  # whether the script's micro-batch is computed for the first time
+        self._collectives: int | None = 0  # begun before it
 
     def step_begins(self) -> None:
         """The first micro-batch of a step is about to be handed out."""
         self._had.clear()
 
     def body_begins(self, position: MicroBatchPosition, data: Data) -> None:
-        """A micro-batch is about to be handed out: a series may follow it."""
+        """Prepare for a series, which may follow the micro-batch that is about to be handed out."""
         strategy, done = self._context.strategy, self._context.position.progress.step
         self._began = done if self._began is None else self._began
         if (
-            self._began  # a resume is to go on at once
+            self._began  # a resume must go on at once
             or not position.is_checked
             or position.is_other_ranks
             or position.is_padding
@@ -108,23 +108,23 @@ class ReplaySeries:
             return
         self._is_new = position.index not in self._had
         if self._is_new and len(self._had) < _MOST_DIFFERENT:
-            with contextlib.suppress(Exception):  # of an object that nobody can copy
+            with contextlib.suppress(Exception):  # an object may not be copyable
                 self._had[position.index] = replace(position, last=False, check=StepCheck.REPLAY), _copied(data)
         self._collectives = _collectives()
 
     def body_is_over(self, position: MicroBatchPosition, step: int) -> None:
-        """After a replay, compute the micro-batches that the rank has had in this step again and again.
+        """Compute the step's micro-batches so far again and again, after a replay.
 
         Args:
-            position: of what was computed last.
-            step: steps done before this one.
+            position: of the micro-batch computed last.
+            step: steps done before this step.
 
         Raises:
             ReplayError: if a micro-batch gives other values than before, or a body leaves its loop.
         """
         if position.check is StepCheck.REPLAY and position.index in self._had and not self._is_new:
             self._tried.add(self._loop)
-            # What several ranks do together, all of them would have to begin.
+            # A collective would have to be begun by all ranks.
             is_alone = self._collectives is not None and _collectives() == self._collectives
             if is_alone and (body := loop_body(sys._getframe(1))) is not None:
                 self._repeat(body, list(self._had.values()), step)
@@ -162,7 +162,7 @@ class ReplaySeries:
 def _collectives() -> int | None:
     try:
         return collectives_begun()
-    except RuntimeError:  # of a backend that does not count them
+    except RuntimeError:  # the backend does not count collectives
         return None
 
 
@@ -173,7 +173,7 @@ def _copied(data: Data) -> Data:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """A context in which nothing is printed or logged, and no debugger asks what to do."""
+    """A context without prints and logs, and without a debugger's prompt."""
     nowhere = io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stdout(nowhere))
@@ -187,7 +187,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without(owner: object, name: str) -> Iterator[None]:
-    """A context in which a function does nothing."""
+    """A context in which the function ``name`` of ``owner`` does nothing."""
     function = getattr(owner, name)
     setattr(owner, name, lambda *_args, **_named: None)
     try:

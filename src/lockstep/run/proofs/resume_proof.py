@@ -1,4 +1,4 @@
-"""The proof of a resume: its first step has the bits of the step that came after the checkpoint, or the run ends.
+"""The proof of a resume: its first step must have the bits of the step after the checkpoint, else the run ends.
 
     a checkpoint is saved      the next step is recorded, which is made anyway:
       where it begins            what variables of the script hold, see `script_state`
@@ -6,11 +6,11 @@
       the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
                                  bring together
       the end of the body        options and sums again, and tensors of what is kept
-                               the leader writes that beside the checkpoint
-    a run resumes from it      its first step is recorded alike, and compared
+                               the leader writes the record beside the checkpoint
+    a run resumes from it      its first step is also recorded, and compared
 
-So whatever the script needs and no checkpoint holds is found, once it matters in that step: a teacher, a schedule, a
-counter. Everything is by a micro-batch's index and a tensor's name, so that worlds and strategies may differ.
+So state that the script needs and no checkpoint holds is found, if it matters in this step: a teacher, a schedule, a
+counter. Records are by a micro-batch's index and a tensor's name, so that worlds and strategies may differ.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _MOST_REASONS: Final = 3
 
 
 class _Difference(NamedTuple):
-    """What a step has otherwise than it should."""
+    """A difference between a step and its record."""
 
     text: str
-    lost: str  #: what may be in no checkpoint
-    size: float = math.inf  #: of a loss, relative to it; of other values that are computed, 0
+    lost: str  #: state that may be in no checkpoint
+    size: float = math.inf  #: of a loss, relative to it; 0 for other computed values
 
 
 _OF_SCRIPT: Final = (
@@ -78,7 +78,7 @@ _OF_BODY: Final = (
 class ResumeProof:
     """Records the step after each save, and compares the first step after a resume.
 
-    In all other steps nothing is done; in these, ranks meet once more, and the GPU is waited for.
+    Other steps cost nothing; in these two steps, ranks meet once more, and wait for the GPU.
 
     Args:
         context: of the run.
@@ -87,22 +87,22 @@ class ResumeProof:
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
-        self._script: StateTree = {}  # what the leader's script held when the step began
+        self._script: StateTree = {}  # values in the leader's script when the step began
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
         self._expected: StateTree | None = None  # of the first step after a resume
-        self._file = Path()  # that says so
-        self._saved: int | None = None  # the step whose checkpoint waits for the next one
+        self._file = Path()  # of this record
+        self._saved: int | None = None  # the step whose checkpoint waits for the next step's record
         self._own: dict[str, dict[str, Any]] | None = None  # of that next step, or of the first one after a resume
-        self._noted = False  # a difference was said, so that no second one needs to be
+        self._noted = False  # a difference was reported, so no second one needs to be
 
     def saved(self, step: int) -> None:
-        """The state after ``step`` is being saved: the next step is recorded. All ranks call it."""
+        """Record the next step, since the state after ``step`` is being saved. All ranks must call `saved`."""
         if self._context.settings.replay:
             self._saved = step
             self._listen()
 
     def resumed(self) -> None:
-        """The run goes on from a checkpoint: its first step will be compared, if the one before was recorded.
+        """Compare the first step after a resume, if the step after the checkpoint was recorded.
 
         Collective.
         """
@@ -112,16 +112,16 @@ class ResumeProof:
             self._listen()
 
     def samples(self, position: MicroBatchPosition, data: Data) -> None:
-        """The micro-batch at ``position`` holds ``data``. In other steps than those that are recorded, nothing."""
+        """Record checksums of ``data``, the micro-batch at ``position``, if the step is recorded."""
         if self._context.metrics.losses is None:
             return
-        if not self._script and self._context.group.leads:  # no body of the step has begun, not of a replay either
+        if not self._script and self._context.group.leads:  # no body of the step has begun, also not of a replay
             self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
         if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 
     def step_is_done(self) -> None:
-        """The optimizers have stepped: what the step was made of is noted, if it is to be recorded or compared."""
+        """Note the values of the step, after the optimizers' steps, if the step is to be recorded or compared."""
         losses, self._context.metrics.losses = self._context.metrics.losses, None
         if losses is not None:
             self._own = {
@@ -134,11 +134,11 @@ class ResumeProof:
             self._samples, self._script = {}, {}
 
     def body_is_over(self, compare_ranks: Callable[[], None]) -> None:
-        """So is the body in which the step was made: it is recorded or compared, if it is to be. Collective then.
+        """Record or compare the step at the end of its body, if it is to be. Collective then.
 
         Args:
-            compare_ranks: called before the step is recorded. If ranks differ, that of the leader may be the wrong one,
-                and no resume from the checkpoint could ever have its bits.
+            compare_ranks: called before the step is recorded. If ranks differ, the leader's step may be the wrong one,
+                whose bits no resume from the checkpoint could have.
 
         Raises:
             CheckpointError: on all ranks, if the step is not the one that followed the checkpoint.
@@ -177,9 +177,9 @@ class ResumeProof:
         self._context.metrics.losses = {}
 
     def _refuse(self, difference: _Difference | None, begun_anew: str) -> None:
-        """End the run where there is a ``difference``, the same on all ranks. Collective then.
+        """End the run if there is a ``difference``, equal on all ranks. Collective then.
 
-        If there is none, variables of the script that have ``begun_anew`` are said.
+        Without a difference, the user is told of the script's variables that have ``begun_anew``.
         """
         context = self._context
         if difference is None and begun_anew:
@@ -211,7 +211,7 @@ class ResumeProof:
 
     @property
     def _bits(self) -> str:
-        """In which worlds a step has the bits that it has here; "": nowhere, and not here either."""
+        """The worlds in which a step has the same bits as in this run; "": none, not even this."""
         context = self._context
         settings = context.settings
         kind, options = kind_of(settings.strategy), split(settings.strategy)[1]
@@ -223,15 +223,15 @@ class ResumeProof:
 
     @property
     def _repeats(self) -> bool:
-        """Whether a step has the same bits whenever it is made, as far as one can know of its kernels."""
+        """Whether a repeated step has the same bits, as far as known of its kernels."""
         return self._context.device.type == "cpu" and not self._context.settings.compile
 
     def _conditions(self) -> list[str]:
-        """What the bits depend on beside the run's identity, which is compared anyway."""
+        """Conditions of the bits in addition to the run's identity, which is compared anyway."""
         return [__version__, self._bits, _cpu()]
 
     def _sums(self) -> dict[str, int]:
-        """What this rank holds of the sums of bits, by names of parameters and buffers. Collective where they lie."""
+        """This rank's part of the sums of bits, by names of parameters and buffers. Collective if the layout is."""
         context = self._context
         if isinstance(context.strategy, ServerStrategy):
             return {}
@@ -247,7 +247,7 @@ class ResumeProof:
         return bit_sums(held)
 
     def _options(self) -> dict[str, str]:
-        """Options of optimizers, and plain values of kept schedulers, by what to call them."""
+        """Options of optimizers, and plain values of kept schedulers, by descriptive names."""
         state, found = self._context.state, dict[str, str]()
         for kind, groups in optimizers_of(state.optimizers):
             for number, options in enumerate(groups):
@@ -263,10 +263,10 @@ class ResumeProof:
 
 
 def _require_alike(options: Sequence[Mapping[str, str]], step: int) -> None:
-    """Check that the ``options`` of all ranks are the same after ``step`` steps.
+    """Check that the ``options`` of all ranks are equal after ``step`` steps.
 
     Raises:
-        MismatchError: naming the first that differs, and on which ranks.
+        MismatchError: naming the first option that differs, and the ranks.
     """
     for name in options[0]:
         values = [each.get(name) for each in options]
@@ -282,10 +282,11 @@ def _require_alike(options: Sequence[Mapping[str, str]], step: int) -> None:
 def bit_sums(held: Mapping[str, tuple[torch.Tensor, int]]) -> dict[str, int]:
     """For each tensor a sum over its bits as numbers, weighed by their rows; waits for the GPU.
 
-    Other bits give other sums, as do rows in another order; sums of parts of a tensor add up to that of the whole.
+    Different bits, or rows in another order, give different sums; sums of a tensor's parts add up to that of the whole.
 
     Args:
-        held: a tensor, or a part of one with the number of its first row. What is not dense is left out.
+        held: tensors, or parts of tensors, each with the number of its first row. Tensors that are not dense are left
+            out.
     """
     sums = {
         name: _bit_sum(tensor.detach(), first)
@@ -331,12 +332,12 @@ def _added(parts: Iterator[Mapping[str, int]]) -> dict[str, int]:
 
 
 def _other(before: Mapping[str, object], now: Mapping[str, object]) -> str | None:
-    """The first name of both whose values differ."""
+    """The first name in both mappings whose values differ."""
     return next((name for name, value in before.items() if now.get(name, value) != value), None)
 
 
 def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Difference | None:
-    """What differs first, in the order in which a step is made, with what variables of the script have lost."""
+    """The first difference, in the order of a step's events, with values that the script's variables have lost."""
     weights = of_script.weights if _has_same_bits(before, now) else []
     lost = [*(f"{name} held other weights when it began" for name in weights), *of_script.inputs]
     difference = _difference_of_step(before, now)
@@ -353,7 +354,7 @@ def _first_difference(before: StateTree, now: StateTree, of_script: Lost) -> _Di
 
 
 def _has_same_bits(before: StateTree, now: StateTree) -> bool:
-    """Whether a step must have the same bits here as it had there."""
+    """Whether the step must have the same bits as the recorded step."""
     return bool(before["conditions"] == now["conditions"] and now["conditions"][1])
 
 
@@ -388,5 +389,5 @@ def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None
 
 @cache
 def _cpu() -> str:
-    """Of which kind the CPU is, whose instructions the bits depend on."""
+    """The kind of the CPU, on whose instructions the bits depend."""
     return f"{cpu_model()} {torch.backends.cpu.get_cpu_capability()}"

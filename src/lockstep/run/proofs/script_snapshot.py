@@ -1,12 +1,12 @@
-"""What the script's objects hold, to be put back after bodies that count for nothing.
+"""Snapshots of the script's objects, to be restored after bodies whose results are dropped.
 
     meter.total 2.1, history a list of 3        before
     meter.total 9.8, history a list of 14       after a body was tried eleven times
     meter.total 2.1, history a list of 3        put back
 
-Put back are variables of the script's functions and modules, attributes, items of containers, generators of random
-numbers, and tensors and arrays that are not large; in the objects themselves, so that all their holders see it.
-Files, iterators, and what packages hold outside of Python stay as they are.
+Restored are variables of the script's functions and modules, attributes, items of containers, random generators, and
+tensors and arrays that are not large; in the objects themselves, so that all their holders see the restored values.
+Files, iterators, and state of packages outside of Python are not restored.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _NUMBERS: Final = (int, float, np.number)
 
 
 class ScriptSnapshot:
-    """Of what is within reach of the script's functions that are running. Takes some milliseconds.
+    """A snapshot of all objects within reach of the script's running functions. Takes some milliseconds.
 
     Args:
         frame: from which outward.
-        skip: the `id` of each object that is left out, with what it holds.
+        skip: the `id` of each object that is left out, with its contents.
     """
 
     def __init__(self, frame: FrameType | None, skip: Collection[int]) -> None:
         self._undo: Final[list[_Undo]] = []
-        self._seen: Final[dict[int, object]] = dict.fromkeys(skip)  # and alive, so that no `id` is used again
+        self._seen: Final[dict[int, object]] = dict.fromkeys(skip)  # kept alive, so that no `id` is used again
         for script in script_frames(frame):
             if script.f_locals is script.f_globals:
                 self._note(script.f_globals, _undo_dict)
@@ -69,7 +69,7 @@ class ScriptSnapshot:
                 waiting.extend((part, left - 1) for _, part in (parts_of(value) if left else ()))
 
     def restore(self) -> None:
-        """Put everything back that is not as it was."""
+        """Restore all changed values."""
         for undo in self._undo:
             undo()
 
@@ -130,7 +130,7 @@ def _undo_bytes(value: Any) -> Iterator[_Undo]:
 
 
 def _undo_view(value: memoryview) -> Iterator[_Undo]:
-    before = bytes(value)  # not a view of it: the bytes below could not grow then
+    before = bytes(value)  # a copy, since with a view the bytes below could not grow
     if not value.readonly:
         yield lambda: value.cast("B").__setitem__(slice(None), before)
 
@@ -160,7 +160,7 @@ def _undo_function(value: FunctionType) -> Iterator[_Undo]:
     if named is not None:
         yield from _undo_dict(named)
     for cell in value.__closure__ or ():
-        if cell != CellType():  # which is not set yet
+        if cell != CellType():  # an empty cell
             yield partial(setattr, cell, "cell_contents", cell.cell_contents)
 
 
@@ -202,16 +202,16 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Any], Iterator[_Undo]]], ...]] = (
 
 
 class ScriptSums:
-    """What the loop's body adds up in variables of the script, and appends to its lists: no replay counts there.
+    """Sums and lists in the script's variables, from which the effects of replays are removed.
 
         before a replay     running 2.1     a list of 3
         after it            running 2.8     a list of 4     put back: on one rank they are those of a plain loop
 
-    So is every variable of the script's functions that are running: each is bound to what it was bound to. On several
-    ranks each adds up over its own micro-batches, which is said: no other rank has it, and no checkpoint.
+    All variables of the script's running functions are bound to their earlier objects again. On several ranks each rank
+    adds up over its own micro-batches, which the user is told: no other rank and no checkpoint has these sums.
 
     Args:
-        reporter: says once that each rank adds up over its own micro-batches; None on one rank.
+        reporter: tells the user once that each rank adds up over its own micro-batches; None on one rank.
     """
 
     def __init__(self, reporter: ProgressReporter | None) -> None:
@@ -221,19 +221,19 @@ class ScriptSums:
         self._lists: list[tuple[list[Any], int]] = []
 
     def begin_replay(self) -> None:
-        """A replay is about to be handed out: what the script's functions that are running hold."""
+        """Note the variables of the script's running functions, before a replay is handed out."""
         if self._before:
             return
         for frame in script_frames(sys._getframe()):
             variables, names = variables_of(frame), _augmented(frame.f_code)
             self._before.append((frame, variables))
-            # Of variables only: of an object that has one, all must be as it was, or nothing.
+            # Lists in variables only: of an object with a list, either all attributes or none must be restored.
             self._lists += [(value, len(value)) for value in variables.values() if type(value) is list]
             tensors = [value for name, value in variables.items() if name in names and _is_sum(value)]
             self._sums += [(value, value.clone()) for value in tensors]
 
     def end_replays(self) -> None:
-        """Something else is about to be handed out: what replays have changed is put back, if there were some."""
+        """Restore variables, sums and lists that replays have changed, before another micro-batch is handed out."""
         names = []
         sums = {id(value): value for value, was in self._sums if not torch.equal(value, was)}
         for frame, before in self._before:
@@ -257,7 +257,7 @@ class ScriptSums:
             self._reporter = None
 
     def forget(self) -> None:
-        """The loop is left, in a replay perhaps: what its body has done stays, as it was done once."""
+        """Leave the loop, perhaps in a replay: changes by its body stay."""
         self._before, self._sums, self._lists = [], [], []
 
 

@@ -1,10 +1,11 @@
-"""What a script's own variables hold where a step begins: a resume makes them anew, and no checkpoint has them.
+"""The values of a script's own variables at a step's beginning, which a resume makes anew, without a checkpoint.
 
     before = copy.deepcopy(model.state_dict())      weights beside the run: they are part of what is trained
     best, bad = inf, 0                              numbers: of a schedule, or of a log only
 
-The step after a checkpoint begins at the same place of the script in a run that goes on and in one that resumes. What a
-variable has otherwise there was lost, whenever it may show. Whether the training depends on it, the script says.
+The step after a checkpoint begins at the same place of the script in a run that goes on and in a resumed run. A
+variable with a different value there has lost its value, even if no effect shows yet. The script's source tells whether
+the training depends on the variable.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SHOWN: Final = 40  # characters of a value
 
 
 class Lost(NamedTuple):
-    """What variables of the script have otherwise than they had when the same step began."""
+    """The script's variables whose values differ from those at the beginning of the same step."""
 
     weights: list[str]  #: the variables that held other weights
     inputs: list[str]  #: what the training is computed from, each in words with both values
@@ -42,10 +43,10 @@ class Lost(NamedTuple):
 
 
 def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> StateTree:
-    """What the variables of the script's functions that are running hold, from ``frame`` outward, as plain values.
+    """The values of variables in the script's running functions, from ``frame`` outward, as plain values.
 
-    Without what the run has. ``calls`` are what lines of these were seen to run. Waits for the GPU where the script
-    holds copies of weights.
+    Objects of the run are left out. ``calls`` are the calls that were seen in the functions' lines. Waits for the GPU
+    if the script holds copies of weights.
     """
     roots = script_roots(frame)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
@@ -58,7 +59,7 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
         "inputs": {
             path: {"value": value, "of": what}
             for path, (mark, what) in inputs.items()
-            # A dict may be a cache, which is filled again.
+            # A dict may be a cache, which will be filled again.
             if mark.kind not in CACHES and (value := _shown(mark))
         },
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
@@ -71,14 +72,14 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
 
 
 def _shown(mark: Mark) -> str:
-    """A text for what a mark has seen, equal for equal values; "" where it cannot tell."""
+    """A text for a mark's value, equal for equal values; "" if the mark does not tell values."""
     if mark.rank != TENSOR_RANK:
         return str(mark.seen)[:_SHOWN]
     return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if tells_values(mark) else ""
 
 
 def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
-    """A text for the bits of copies of a model's weights within reach of ``value``; "" where there are none."""
+    """A text for the bits of copies of a model's weights within reach of ``value``; "" without such copies."""
     held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
     own = {tensor.untyped_storage().data_ptr() for tensor in held if is_plain(tensor)}
     tensors = {
@@ -97,7 +98,7 @@ def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
 
 
 def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
-    """What differs in variables that both have: one that is not there yet, the script sets before it reads it."""
+    """The differences in variables of both states: the script sets a missing variable before it reads the variable."""
     there = set(now.get("variables", ()))
     had, has = (each.get("weights", {}) for each in (before, now))
     weights = [name for name, held in had.items() if name in there and has.get(name, "") != held]

@@ -1,9 +1,9 @@
-"""A run that is to be compared with others writes down what it does, as checksums, and ends after some steps.
+"""The transcript of a run that is compared with other runs: checksums of its steps, after which the run ends.
 
     the first micro-batch of a step is handed out    the state that the steps before have left, by parts; what was
                                                      measured and logged since
     each micro-batch                                 samples, losses, gradients, buffers, random numbers: its `Play`
-    of one step, if that is asked for                outputs of modules, forward and backward; variables of the script
+    of one step, on request                outputs of modules, forward and backward; variables of the script
 
 Micro-batches are written by their index and tensors by their name, so that runs on any number of ranks compare.
 """
@@ -43,12 +43,12 @@ _SHOWN: Final = 60  # characters of a value
 
 
 class TranscriptWriter:
-    """What this rank writes down.
+    """The writer of this rank's transcript.
 
     Args:
         context: of the run.
-        request: what is asked for.
-        snapshot: of what a checkpoint would hold.
+        request: steps and details to be recorded.
+        snapshot: of the content of a checkpoint.
     """
 
     def __init__(self, context: RunContext, request: TranscriptRequest, snapshot: RunSnapshot) -> None:
@@ -56,18 +56,18 @@ class TranscriptWriter:
         self._request: Final = request
         self._snapshot: Final = snapshot
         self._file: Final[IO[str]] = request.file(context.group.rank).open("w", encoding="utf-8")
-        self._step = -1  # whose micro-batches are handed out
+        self._step = -1  # the step whose micro-batches are handed out
         self._began_s = 0.0
-        self._logged: list[tuple[str, object]] = []  # since the state was written last
+        self._logged: list[tuple[str, object]] = []  # values since the state was written last
         self._play: Play | None = None  # of the micro-batch whose modules are watched
-        self._calls: Counter[str] = Counter()  # of each module in it
+        self._calls: Counter[str] = Counter()  # of each module in this micro-batch
         self._unhook: Callable[[], None] = lambda: None
 
     def begins(self, step: int) -> None:
-        """A micro-batch is handed out after ``step`` steps. Collective, where it is the first one of its step.
+        """Begin a micro-batch after ``step`` steps. Collective if the micro-batch is the first of its step.
 
         Raises:
-            SystemExit: with code 0, if no more steps are asked for.
+            SystemExit: with code 0, after the last requested step.
         """
         if step == self._step:
             return
@@ -88,7 +88,7 @@ class TranscriptWriter:
             self._unhook = register_module_forward_hook(self._note_output, always_call=False).remove
 
     def hand_out(self, position: MicroBatchPosition, play: Play | None) -> None:
-        """The micro-batch at ``position`` is handed out; what comes of it goes into ``play``, if it counts."""
+        """Hand out the micro-batch at ``position``, whose results go into ``play``, if it counts."""
         self._play = play if self._step == self._request.detail else None
         self._calls.clear()
         if self._play is not None:
@@ -97,7 +97,7 @@ class TranscriptWriter:
             self._write(VARIABLES, self._step, position.index, seen)
 
     def note_samples(self, play: Play, position: MicroBatchPosition, data: object) -> None:
-        """The micro-batch holds ``data``: its samples one by one, where its tensors have a row for each."""
+        """Note the samples of ``data`` one by one, if the tensors of the micro-batch have a row per sample."""
         leaves = pytree.tree_leaves(data)
         rows = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.is_cpu]
         if rows and all(leaf.layout is torch.strided and len(leaf) == position.samples for leaf in rows):
@@ -105,7 +105,7 @@ class TranscriptWriter:
                 play.note(f"sample {number}", _mark([int(checksum(leaf[number])) for leaf in rows]))
 
     def note_draws(self, play: Play) -> None:
-        """The body gives a loss: how far it has drawn random numbers until then."""
+        """Note the states of random generators as the body gives a loss."""
         play.note("the random numbers drawn from torch", torch.get_rng_state())
         play.note("the random numbers drawn from NumPy", _mark(np.random.get_state(legacy=False)))
         play.note("the random numbers drawn from Python", _mark(random.getstate()))
@@ -118,7 +118,7 @@ class TranscriptWriter:
         self._write(MICRO_BATCH, self._step, position.index, _as_text(play.notes()))
 
     def logged(self, values: Mapping[str, object]) -> None:
-        """The script has logged ``values``, which are the same on all ranks."""
+        """Note the ``values`` logged by the script, equal on all ranks."""
         self._logged += values.items()
 
     def finish(self) -> None:
@@ -181,7 +181,7 @@ class TranscriptWriter:
         self._file.flush()  # the rank may be killed
 
     def _names_of_optimizers(self) -> dict[str, str]:
-        """How the state of each parameter in an optimizer begins in the tree, and what to call it."""
+        """The prefixes of each parameter's optimizer state in the tree, with readable prefixes to replace them."""
         known = {id(p): name for model in self._context.state.models for name, p in model.named_parameters()}
         return {
             f"state.optimizers.{number}.state.{place}.": f"state.optimizers.{number}.{known.get(id(p), place)}."

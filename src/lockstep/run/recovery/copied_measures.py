@@ -1,9 +1,9 @@
-"""What a rank has measured is written down on another host, too: then it is not lost with its own host.
+"""Copies of a rank's measured values on another host, so that these values are not lost with the rank's own host.
 
     rank 0, on host 0    measures-0000 ──────► every write of the journal ──────►  copied-measures-0000    on host 1
     rank 2, on host 1    measures-0002 ◄────── and the other way round ◄─────────
 
-For replicas this is all that a lost host has alone: each of the others holds the whole state of the last step.
+With replicas, a lost host holds nothing else alone: each other rank holds the whole state of the last step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lockstep.collectives import Group, WriteChannel, meet_neighbours
 from lockstep.run.recovery.measures_journal import journal_memory
 from lockstep.run.recovery.mirror import neighbours_of
 
-#: What the name of a copy begins with; the rank follows that it is of.
+#: The beginning of a copy's name; the number of the copied rank follows.
 COPIED: Final = "copied-measures-"
 
 
@@ -32,19 +32,19 @@ class CopiedMeasures:
     def __init__(self, directory: Path, channel: WriteChannel) -> None:
         self._directory: Final = directory
         self._channel: Final = channel
-        self._copies: Final[dict[int, mmap.mmap | None]] = {}  # None: there is no room
+        self._copies: Final[dict[int, mmap.mmap | None]] = {}  # None: no room for a copy
 
     def write(self, at: int, content: bytes) -> None:
-        """The journal of this rank has ``content`` there, and is to have it on the other host."""
+        """Repeat a write to this rank's journal, of ``content`` at the offset ``at``, on the other host."""
         self._channel.write(at, content)
 
     def exchange(self) -> None:
-        """Send what was written, and take in what has come. Some microseconds; it waits for nobody."""
+        """Send new writes, and take in received ones. Takes some microseconds, and waits for no other rank."""
         self._channel.send()
         self.take_in()
 
     def take_in(self) -> None:
-        """Take in what has come from others so far."""
+        """Take in the writes received from other ranks so far."""
         for source, at, content in self._channel.received():
             if source not in self._copies:
                 self._copies[source] = self._begin(source)
@@ -58,7 +58,7 @@ class CopiedMeasures:
             return None
 
     def close(self) -> None:
-        """Take in what has come, and close the connections; the copies stay."""
+        """Take in received writes, and close the connections; the copies stay."""
         self.take_in()
         self._channel.close()
         for copy in self._copies.values():
@@ -68,15 +68,15 @@ class CopiedMeasures:
 
 
 def open_copied_measures(directory: Path, group: Group, say: Callable[[str], None]) -> CopiedMeasures | None:
-    """Connect the ranks of each host with those of the next. Collective.
+    """Connect the ranks of each host with the ranks of the next host. Collective.
 
     Args:
         directory: for the copies that this rank keeps.
         group: all ranks.
-        say: tells the user something.
+        say: tells the user a line.
 
     Returns:
-        None where all ranks are on one host, or the hosts do not reach each other.
+        None if all ranks are on one host, or the hosts do not reach each other.
     """
     if len(set(group.nodes)) == 1:
         return None

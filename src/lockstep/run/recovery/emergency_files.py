@@ -1,12 +1,12 @@
-"""The files that ranks of this node leave for the next generation: where they lie, and how much room there is.
+"""The files that ranks of this node leave for the next generation: their places, and the room for them.
 
-    MEMORY/run-0-generation-3-1f2e/measures-0002          what rank 2 has measured, see `measures_journal`
+    MEMORY/run-0-generation-3-1f2e/measures-0002          measured values of rank 2, see `measures_journal`
     MEMORY/run-0-generation-3-1f2e/copied-measures-0005   the same of a rank of another host, see `copied_measures`
     MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
     MEMORY/run-0-generation-3-1f2e/mirror-0002            the part of rank 2 after the last two steps, see `mirror`
-    MEMORY/run-0-generation-3-1f2e/left-0002              the part of rank 2 when another one died, as under hsdp
+    MEMORY/run-0-generation-3-1f2e/left-0002              the part of rank 2 when another rank died, as under hsdp
     MEMORY/run-0-generation-3-1f2e/suspect                its ranks held different bits: none of its states is used
-    MEMORY/run-0-generation-3-1f2e/why-not-0001           why rank 1 has left no state when another one died
+    MEMORY/run-0-generation-3-1f2e/why-not-0001           why rank 1 has left no state when another rank died
 
 If the memory has too little room, a state is written to the run directory, under ``emergency``.
 """
@@ -43,13 +43,13 @@ _SHARE = 0.8
 
 
 class EmergencyFiles:
-    """The files of one run on this node; `own` is made for those of this generation.
+    """The files of a run on this node; `own` is the directory of this generation.
 
     Args:
         memory: directory in the host's memory, which the ranks of one launcher share.
         run_dir: the run directory, which may be that of other nodes, too.
         run: distinguishes the runs of one script.
-        generation: the name of this generation, another one each time.
+        generation: the unique name of this generation.
     """
 
     def __init__(self, memory: Path, run_dir: Path, run: str, generation: str) -> None:
@@ -63,34 +63,34 @@ class EmergencyFiles:
             self.own.mkdir(parents=True, exist_ok=True)
 
     def measures(self, rank: int) -> Path:
-        """Where ``rank`` writes what it measures."""
+        """The file for the measured values of ``rank``."""
         return self.own / f"{_MEASURES}{rank:04d}"
 
     def part(self, rank: int) -> Path:
-        """Where ``rank`` writes its part of a state."""
+        """The directory for the part of a state that ``rank`` leaves."""
         return self.own / f"{_LEFT}-{rank:04d}"
 
     def state(self, node_rank: int, size_bytes: int) -> Path | None:
-        """Directory for a whole state of ``size_bytes``, by a rank of that node; None: there is no room for it."""
+        """The directory for a whole state of ``size_bytes``, by a rank of ``node_rank``; None: no room."""
         place = self._memory
         if size_bytes > self.room():
             self._run_dir.mkdir(exist_ok=True)
             place = self._run_dir
             if size_bytes > LOCAL.free_bytes(place):
                 return None
-        # Ranks of other nodes, which may have the same run directory, do not wait for their turn here.
+        # Ranks of other nodes, which may have the same run directory, have their own turns.
         return place / self._name / f"{_STATE}{node_rank}"
 
     def room(self) -> int:
-        """How many bytes of the memory may be taken."""
+        """The number of bytes of memory that may be used."""
         return int(_SHARE * min(LOCAL.free_bytes(self._memory), free_memory()))
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Held by one rank of this node at a time; the kernel releases the lock of a rank that is killed.
+        """A context that one rank of this node holds at a time; the kernel releases the lock of a killed rank.
 
         Raises:
-            BlockingIOError: if the others take too long.
+            BlockingIOError: if other ranks take too long.
         """
         lock = os.open(self._memory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -108,13 +108,13 @@ class EmergencyFiles:
             os.close(lock)
 
     def suspect(self, why: str) -> None:
-        """No state of this generation is to be used."""
+        """Note that no state of this generation may be used, and ``why``."""
         (self.own / "suspect").write_text(why)
 
     def note_why_not(self, rank: int, why_not: str) -> None:
-        """``rank`` leaves no state, for a reason that the user is to know. Nothing is noted where there is no room."""
+        """Note the reason, for the user, why ``rank`` leaves no state. Without room for the file, nothing is noted."""
         text = f"rank {rank} left no state when another one died: {why_not}"
-        # That the memory takes nothing may be what is to be said.
+        # The reason may be that the memory is full.
         for place in (self.own, self._run_dir / self._name):
             with contextlib.suppress(OSError):
                 place.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class EmergencyFiles:
                 return
 
     def note_left(self) -> None:
-        """A rank of this generation has left its state: the launcher sees that somebody can go on from it."""
+        """Tell the launcher that a rank of this generation has left a state to resume from."""
         with contextlib.suppress(OSError):
             (self.own / LEFT_STATE).touch()
 
@@ -131,7 +131,7 @@ class EmergencyFiles:
         return self._states(self._name)
 
     def left(self) -> Left:
-        """What earlier generations have left on this node."""
+        """The states, journals and notes of earlier generations on this node."""
         states: list[LeftState] = []
         journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
         suspect, why_not = [], []
@@ -175,5 +175,5 @@ class EmergencyFiles:
 
 
 def free_memory() -> int:
-    """What the host and this job's control groups leave, in which files in memory count, too; 0 if nobody says."""
+    """The free bytes of the host and this job's control groups, which count files in memory; 0 if unknown."""
     return host_memory().host_free or 0

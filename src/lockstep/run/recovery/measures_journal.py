@@ -1,18 +1,18 @@
-"""What one rank alone has measured, step by step, in a file that outlives its process.
+"""A journal of a rank's measured values, step by step, in a file that outlives the rank's process.
 
-The means of an epoch are sums over all ranks, and each rank holds a part of them: it would be lost with the rank. So
-each rank writes its part down, at a cost of some microseconds a step, where the next generation finds it:
+The means of an epoch are sums over all ranks, and each rank holds a part, which would be lost with the rank. So each
+rank writes its part into a file for the next generation, at a cost of some microseconds a step:
 
     area 0   sums after step 40 | step 41: loss 0.71 of 8 | step 42: ... | ... | step 296: ...     full
     area 1   sums after step 296 | step 297: ... |                                                  in use
                                                   ▲ noted: 297
     counts   step 296: after 301 notes | step 297: after 302 notes
 
-What belongs to a step is written before its gradients are summed: where one rank has finished a step, every other one
-had noted its part. The areas are mapped into memory: a process that is killed leaves what it has written.
+The values of a step are written before the step's gradients are summed: once a rank has finished a step, every other
+rank has noted its part. The areas are mapped into memory: a killed process leaves all that it has written.
 
-All writes may be repeated elsewhere, in their order. Such a copy may be behind, and tells of a step only if it has as
-many notes as the ranks that have finished it: a step is noted once for each loss, and again if it was discarded.
+All writes may be repeated elsewhere, in their order. Such a copy may be behind, and is valid for a step only if it has
+as many notes as ranks that have finished the step: a step is noted once for each loss, and again if it was discarded.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _STEP = struct.Struct("<q")
 _NOTED_AT = 8
 _ENTRIES = (_AREA_BYTES - _HEADER.size - _SUMS_BYTES) // _ENTRY.size
 _ENTRIES_AT = _HEADER.size + _SUMS_BYTES
-_COUNT = struct.Struct("<qq")  # step, notes when it was noted last; for odd steps and for even ones
+_COUNT = struct.Struct("<qq")  # step, number of notes after the step's last note; for odd and for even steps
 _COUNTS_AT = 2 * _AREA_BYTES
-#: What the file of a journal takes.
+#: The size of a journal's file.
 JOURNAL_BYTES: Final = _COUNTS_AT + 2 * _COUNT.size
 _NEVER = -1
 
 
 class Measured(NamedTuple):
-    """One value that was measured, and how it counts in its mean."""
+    """A measured value, and its weight in the mean."""
 
     name: str
     value: float
-    weight: int  #: by which it is multiplied
-    items: int  #: by which the sum is divided, with those of others
+    weight: int  #: factor of the value
+    items: int  #: added to the divisor of the sum
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Means that are being measured: those of the pass, and those since they were logged last."""
+    """The sums of means: those of the pass, and those since means were logged last."""
 
     train: State
     recent: State
@@ -66,36 +66,36 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class JournalArea:
-    """One area of a journal, as it was read."""
+    """The content of an area of a journal."""
 
-    begins: int  #: the step after which the sums were
-    noted: int  #: the last step of which all was written that came before its gradients were summed
-    late: int  #: the last step to which something was added later
+    begins: int  #: the step after which the sums were taken
+    noted: int  #: the last step of which all values from before its gradients' sum are written
+    late: int  #: the last step to which values were added after its gradients' sum
     sums: Sums
     entries: tuple[tuple[int, Measured], ...]  #: each with its step
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """A journal, as it was read."""
+    """The content of a journal."""
 
-    areas: tuple[JournalArea, ...] = ()  #: that are whole
-    counts: Mapping[int, int] = field(default_factory=dict)  #: notes when a step was noted last, of the last two steps
+    areas: tuple[JournalArea, ...] = ()  #: whole areas
+    counts: Mapping[int, int] = field(default_factory=dict)  #: notes after each of the last two steps' last note
 
 
 def journal_memory(path: Path) -> mmap.mmap:
-    """Memory for a journal that nothing was written to, in a new file.
+    """Memory of an empty journal, in a new file.
 
     Raises:
-        OSError: if it cannot be made.
+        OSError: if the file cannot be made.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        # Not a file with holes: where the memory is full by then, the first write into one ends in SIGBUS.
+        # Not a sparse file: if memory is full later, the first write into a hole ends in SIGBUS.
         os.posix_fallocate(file, 0, JOURNAL_BYTES)
         memory = mmap.mmap(file, JOURNAL_BYTES)
     except OSError:
-        path.unlink()  # it may be tried again
+        path.unlink()  # so that a later call can try again
         raise
     finally:
         os.close(file)
@@ -108,12 +108,12 @@ def journal_memory(path: Path) -> mmap.mmap:
 
 
 class MeasuresJournal:
-    """Written by one rank.
+    """The journal of a rank, to be written.
 
     Args:
         path: a new file, best in memory.
-        repeat: called with each write, where it begins and its bytes: made one after the other into another
-            `journal_memory`, they give the same journal.
+        repeat: called with the offset and bytes of each write: repeated in order in another `journal_memory`, the
+            writes give the same journal.
 
     Raises:
         OSError: if it cannot be made.
@@ -122,40 +122,41 @@ class MeasuresJournal:
     def __init__(self, path: Path, repeat: Callable[[int, bytes], None] | None = None) -> None:
         self._memory: Final = journal_memory(path)
         self._repeat: Final = repeat
-        self._notes = 0  # made, but for late ones
+        self._notes = 0  # number of notes, without late ones
         self._at = 0  # the area in use, as an offset
-        self._began = (_NEVER, False)  # after which step it begins, and whether with what came late
+        self._began = (_NEVER, False)  # the step after which the area begins, and whether with late values
         self._names: dict[str, int] = {}
-        self._entries = _ENTRIES + 1  # in it; too many for another one: the first step begins with sums
+        self._entries = _ENTRIES + 1  # in the area; too many for more, so the first step begins with sums
         self._late = _NEVER
 
     def takes(self, measured: Sequence[Measured]) -> bool:
-        """Whether there is room for more in the area in use; else `begin` comes first."""
+        """Whether the area in use has room for ``measured``; if not, `begin` must be called first."""
         fits = self._entries + len(measured) <= _ENTRIES
         return fits and all(one.name in self._names for one in measured)
 
     def begin(self, step: int, sums: Sums, names: Iterable[str], *, late: bool = False) -> None:
-        """From here on the other area is used; ``sums`` are those after ``step``, the last one that was finished.
+        """Use the other area from now on, beginning with the ``sums`` after ``step``, the last finished step.
 
-        What was noted of later steps is taken back: it was only a part, or the step was discarded.
+        Notes of later steps are taken back: these are incomplete, or their step was discarded.
 
         Args:
             step: steps done.
-            sums: of them.
-            names: of what will be measured.
-            late: whether something of ``step`` came after its gradients were summed.
+            sums: after these steps.
+            names: of values to be measured.
+            late: whether values of ``step`` came after its gradients were summed.
         """
-        # Not the last step's: an area that begins with what came late to it would be taken for one of its pass.
+        # Not that of the last step: an area that begins with late values of a step would be taken for an area of its
+        # pass.
         self._late = step if late else _NEVER
         self._names = {name: number for number, name in enumerate(names)}
         text = json.dumps([list(self._names), sums.train, sums.recent]).encode()
-        if self._began != (step, False):  # else the other area tells of this step, and is still needed
+        if self._began != (step, False):  # else the other area has this step, and is still needed
             self._take_back(step)
             self._at = _AREA_BYTES - self._at
         self._began = (step, late)
         self._write(self._at, _EMPTY)
         if len(text) > _SUMS_BYTES:
-            self._entries = _ENTRIES + 1  # nobody finds anything here, and the checkpoint is what is left
+            self._entries = _ENTRIES + 1  # the area stays empty, and only the checkpoint is left
             return
         self._write(self._at + _HEADER.size, text)
         self._entries = 0
@@ -167,7 +168,7 @@ class MeasuresJournal:
             self._write(self._at + _NOTED_AT, _STEP.pack(step))
 
     def note(self, step: int, measured: Sequence[Measured], *, late: bool = False) -> None:
-        """``measured`` belongs to ``step``, in work; ``late``: it came after the step's gradients were summed."""
+        """Note ``measured`` of the current ``step``; ``late``: measured after the step's gradients were summed."""
         place = self._at + _ENTRIES_AT + self._entries * _ENTRY.size
         if self._entries + len(measured) > _ENTRIES:
             self._write(self._at + _NOTED_AT, _NOTED.pack(_NEVER, _NEVER, 0))
@@ -178,11 +179,11 @@ class MeasuresJournal:
         self._entries += len(measured)
         if late:
             self._late = step
-        # Only now: whatever a kill cuts short before it does not count.
+        # Only now, so that entries cut short by a kill do not count.
         self._write(self._at + _NOTED_AT, _NOTED.pack(step, self._late, self._entries))
         if not late:
             self._notes += 1
-            # Last of all: a copy that has this has all that belongs to the step.
+            # Last of all: a copy with this count has all notes of the step.
             self._write(_COUNTS_AT + step % 2 * _COUNT.size, _COUNT.pack(step, self._notes))
 
     def _write(self, at: int, content: bytes) -> None:
@@ -191,12 +192,12 @@ class MeasuresJournal:
             self._repeat(at, content)
 
     def close(self) -> None:
-        """The file stays as it is."""
+        """Close the journal; the file stays."""
         self._memory.close()
 
 
 def read_journal(path: Path) -> Journal:
-    """What is in the journal at ``path``; nothing, if there is none."""
+    """The content of the journal at ``path``; empty if there is no such file."""
     try:
         return journal_in(read_bytes(path))
     except (OSError, ValueError):
@@ -204,7 +205,7 @@ def read_journal(path: Path) -> Journal:
 
 
 def journal_in(content: bytes) -> Journal:
-    """What is in the bytes of a journal; nothing, if there are too few of them."""
+    """The content of a journal's bytes; empty if there are too few bytes."""
     if len(content) < JOURNAL_BYTES:
         return Journal()
     found = (_area(content[start : start + _AREA_BYTES]) for start in (0, _AREA_BYTES))
@@ -230,28 +231,28 @@ def _area(content: bytes) -> JournalArea | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank has measured up to a step."""
+    """The measured values of a rank up to a step."""
 
     sums: Sums
-    late: bool  #: whether something of this step came after its gradients were summed
-    closed: bool  #: whether nothing of this step can have come later
+    late: bool  #: whether values of this step came after its gradients were summed
+    closed: bool  #: whether no value of this step can have come later
 
 
 def part_after(journal: Journal, step: int, logged: int) -> Part | None:
-    """A rank's part after ``step``; None if its ``journal`` does not say.
+    """A rank's part after ``step``; None if the rank's ``journal`` does not hold it.
 
     Args:
         journal: of this rank.
         step: steps done.
-        logged: the last step before it after which what is measured was logged, and ``recent`` began anew.
+        logged: the last step before ``step`` after which measured values were logged, and ``recent`` began anew.
     """
     areas = journal.areas
     for area in areas:
-        # One that begins right after the step has the sums of the pass that begins there.
+        # An area that begins right after the step has the sums of the pass that begins there.
         if not area.begins < step <= area.noted and not area.begins == step == area.late:
             continue
         if area.begins < step and any(other.begins == step == other.late for other in areas):
-            continue  # the other one has what came late
+            continue  # the other area has the late values
         train, recent = MetricMeans(), MetricMeans()
         for at, (name, value, weight, items) in area.entries:
             for means, after in ((train, area.begins), (recent, logged)):

@@ -1,8 +1,8 @@
-"""Each rank's part of the state in memory of its host, and on another host too, copied anew after every step.
+"""Copies of each rank's part of the state, in memory of its host and of another host, made after every step.
 
-    step 42 ends      large tensors are copied by a thread, then sent by another one
+    step 42 ends      large tensors are copied by a thread, then sent by another thread
     step 43           forward, backward
-                      before the last reduction: the copies are complete, here and on the other host
+                      before the last reduction: the copies are complete, on both hosts
                       the reduction
 
 So where any rank has finished step 43, every part of step 42 is there, even if a whole host is lost. `MirrorPlan` says
@@ -36,7 +36,7 @@ from lockstep.run.recovery.measures_journal import Sums
 from lockstep.strategies import StatePart
 from lockstep.world import World
 
-#: The directories of a mirror: of the parts of ranks, of what several hold, and of copies from another host.
+#: The directories of a mirror: parts of single ranks, state that several ranks hold, and copies from another host.
 MIRROR_PARTS: Final = ("mirror", "rest", "copy")
 Say = Callable[[str], None]
 
@@ -109,16 +109,16 @@ def _neighbour_of(nodes: Sequence[int], rank: int) -> int:
 
 
 class Mirror:
-    """Of one rank; see `open_mirror`. Where it meets no room, it ends with a word, and never the run.
+    """The mirror of a rank; see `open_mirror`. Without room, the mirror ends with a message; the run goes on.
 
     Args:
         directory: in this host's memory, for all ranks of this host.
         world: the place of this rank.
-        plan: what this rank keeps.
-        link: to other hosts; None: nothing is sent there.
-        copies: what has come from there.
-        room: bytes that may be used for mirrors beside what they have.
-        say: tells the user something.
+        plan: the parts that this rank keeps.
+        link: to other hosts; None: nothing is sent to other hosts.
+        copies: received from other hosts.
+        room: gives the bytes that mirrors may use in addition to their files.
+        say: tells the user a line.
     """
 
     def __init__(
@@ -139,14 +139,14 @@ class Mirror:
         self._room: Final = room
         self._say: Final = say
         self._sends = link is not None
-        self._unsent = ""  # why, where it is not told yet
+        self._unsent = ""  # the reason, until the user is told
         self._begins = True
         self._writers: dict[str, PartWriter] = {}  # made when they are first needed
         self.why_not = ""  #: why the state is not mirrored any more, as it was said
 
     @property
     def is_used(self) -> bool:
-        """Whether a state has been mirrored, and still is."""
+        """Whether states are mirrored, and mirroring has not ended."""
         return bool(self._writers)
 
     def try_again(self) -> None:
@@ -154,20 +154,20 @@ class Mirror:
         self._begins = bool(self.why_not) or self._begins
 
     def begin(self, own: StateTree, about: StateTree, sums: Sums, buffers: Iterable[torch.Tensor]) -> None:
-        """Begin to copy what this rank holds after a step; see `Emergency.mirror`.
+        """Begin to copy this rank's part of the state after a step; see `Emergency.mirror`.
 
         Args:
-            own: all that lies on this rank.
-            about: what is said of it, with the ``step``.
-            sums: what this rank has measured.
-            buffers: tensors that are copied before this returns.
+            own: the whole state on this rank.
+            about: description of the state, with the ``step``.
+            sums: this rank's measured values.
+            buffers: tensors that are copied before `begin` returns.
         """
         if not self._begins and not self._writers:
             return
         try:
             self.finish()
             if self._unsent:
-                # Only now: where the neighbour is gone the step before has failed, and the launcher tells why.
+                # Only now: if the neighbour is gone, the step before has failed, and the launcher tells the reason.
                 self._say(self._unsent)
                 self._unsent = ""
             parts = self._parts(own)
@@ -182,14 +182,14 @@ class Mirror:
                 self._say("the state is mirrored again")
                 self.why_not = ""
         except OSError as error:
-            self.finish()  # what has been begun is being sent, from the memory that is closed now
+            self.finish()  # begun copies are being sent, from memory that is closed next
             self._end_writers()
             if self.why_not != str(error):
                 self._say(f"the state is not mirrored any more: {error}. It is tried again at each save")
             self.why_not = str(error)
 
     def finish(self) -> None:
-        """What was begun is complete when this returns, here and on the other host."""
+        """Wait until the begun copies are complete, on this host and the other."""
         for writer in self._writers.values():
             writer.finish()
         if self._link is not None and self._sends:
@@ -202,7 +202,7 @@ class Mirror:
     def close(self) -> None:
         """End all threads; the files stay."""
         for writer in self._writers.values():
-            writer.finish()  # from here on nothing more is sent
+            writer.finish()  # nothing is sent after this
         if self._link is not None:
             self._link.close()
         self._sends = False
@@ -227,7 +227,7 @@ class Mirror:
         beside = sum(flat.size_bytes for name, (_, flat) in parts.items() if name != "mirror")
         ranks = hosts * self._world.local_size
         wanted = 2 * (ranks * own.size_bytes + beside)
-        # Other ranks of this node may have their files already: all of them are to find room, or none.
+        # Other ranks of this node may have their files already: either all ranks must find room, or none.
         taken = sum(slot.stat().st_size for kind in MIRROR_PARTS for slot in self._directory.glob(f"{kind}-*/slot-*"))
         free = taken + self._room()
         if wanted > free:
@@ -261,16 +261,16 @@ def open_mirror(
     *,
     on_two_hosts: bool,
 ) -> Mirror:
-    """The mirror of this rank, which takes memory from its first use on. Collective.
+    """The mirror of this rank, which takes memory only from its first use on. Collective.
 
     Args:
         directory: see `Mirror`.
         group: all ranks.
         world: the place of this rank.
-        part: what this rank holds of the state.
+        part: this rank's part of the state.
         room: see `Mirror`.
         say: tells the user something.
-        on_two_hosts: whether each part is to be on two hosts, where there are several.
+        on_two_hosts: whether each part is to be on two hosts, if the world has several.
     """
     names = {"carry": True, "optimizers": part.of > 1, "models": part.divides_models}
     divided = {name for name, is_divided in names.items() if is_divided}

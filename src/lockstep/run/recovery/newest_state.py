@@ -18,29 +18,29 @@ from lockstep.collectives import Group
 from lockstep.errors import LockstepError
 from lockstep.run.recovery.measures_journal import Journal, Part, Sums, part_after, total
 
-#: Begins what is said of a generation whose ranks held different bits.
+#: Beginning of the message about a generation whose ranks held different bits.
 NOT_USED = "the states that survivors have left are not used, for one of the machines may be faulty: "
 
-#: What ranks have measured, by generation and rank.
+#: Journals of ranks' measured values, by generation and rank.
 Journals = Mapping[tuple[str, int], Journal]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftState:
-    """The state after a step as one rank has written it, or its part of that."""
+    """The state after a step, or a part of this state, as written by a rank."""
 
     generation: str
     step: int
-    turn: bool  #: whether an iteration of the outer loop begins there, in which nothing was measured yet
+    turn: bool  #: whether an iteration of the outer loop begins at this state, in which nothing was measured yet
     rank: int
     ranks: int  #: number of ranks of its generation
     path: str
-    checksums: Mapping[str, int]  #: of each tensor; none, if they are not known
-    about: Mapping[str, Any]  #: what the bits of the run depend on
-    rows: Sequence[Any]  #: logged in that iteration since the step ended, as (step, epoch, values)
+    checksums: Mapping[str, int]  #: of each tensor; empty if not known
+    about: Mapping[str, Any]  #: identity of the run
+    rows: Sequence[Any]  #: logged since the step ended, in the iteration that has ended, as (step, epoch, values)
     part: int = 0  #: number of the part
-    parts: int = 1  #: that make it whole
-    sums: Sums | None = None  #: what this rank has measured, where it is written with its part
+    parts: int = 1  #: number of parts of the whole state
+    sums: Sums | None = None  #: this rank's measured values, if written with its part
 
     @classmethod
     def of(cls, generation: str, path: str, about: Mapping[str, Any], checksums: Mapping[str, int]) -> Self:
@@ -63,13 +63,13 @@ class LeftState:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """What earlier generations have left on one node."""
+    """The states and journals that earlier generations have left on a node."""
 
     states: tuple[LeftState, ...] = ()
     journals: Journals = field(default_factory=dict)
     suspect: tuple[str, ...] = ()  #: generations whose ranks held different bits
-    copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as they have come here
-    why_not: tuple[tuple[str, str], ...] = ()  #: by generation, why one of its ranks has left no state
+    copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as received
+    why_not: tuple[tuple[str, str], ...] = ()  #: by generation, why a rank has left no state
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +77,23 @@ class Choice:
     """A complete state: the measurements of all ranks are known, also those of dead ranks."""
 
     state: LeftState
-    parts: tuple[tuple[LeftState, ...], ...]  #: all that make it whole, each with its copies on all nodes
+    parts: tuple[tuple[LeftState, ...], ...]  #: all parts of the state, each with its copies on all nodes
     sums: Sums  #: of all ranks
 
     @property
     def is_divided(self) -> bool:
-        """Whether the parts are in files that are written again and again, each with what lies on one rank."""
+        """Whether the parts are in files that are rewritten after each step, each with the state of one rank."""
         return self.state.parts > 1 or self.state.sums is not None
 
 
 def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
-    """The newest complete state; None if there is none.
+    """The newest complete state among those on all ``nodes``; None if no state is complete.
 
-    A state is incomplete if one of its parts is missing, or the measurements of some rank are. No state is used of a
-    generation in which two ranks have written different values after the same step.
+    A state is incomplete if one of its parts or the measurements of some rank are missing. States of a generation in
+    which two ranks have written different values after the same step are not used.
 
     Args:
-        nodes: what was found on each node.
+        nodes: the findings on each node.
         log_every: number of steps after which recent means are logged; None: never.
     """
     states = [state for node in nodes for state in node.states]
@@ -115,7 +115,7 @@ def choose(nodes: Sequence[Left], log_every: int | None) -> Choice | None:
 
 
 def _belongs(state: LeftState) -> tuple[object, ...]:
-    """The same for all parts of one state."""
+    """A key that is equal for all parts of a state."""
     return state.generation, state.step, state.turn, state.parts, state.sums is None
 
 
@@ -139,7 +139,7 @@ def _sums(state: LeftState, journals: Journals, copied: Journals, log_every: int
     logged = state.step if log_every is None else (state.step - 1) // log_every * log_every
     parts = [_part(state, rank, journals, copied, logged) for rank in range(state.ranks)]
     known = [part for part in parts if part is not None]
-    # A script that measures after its step does so on all ranks; a rank that was killed before that lacks its part.
+    # A script that measures after its step does so on all ranks; a rank killed before lacks these values.
     if len(known) < len(parts) or (any(part.late for part in known) and not all(part.closed for part in known)):
         return None
     sums = total(part.sums for part in known)
@@ -151,13 +151,14 @@ def _sums(state: LeftState, journals: Journals, copied: Journals, log_every: int
 
 
 def _part(state: LeftState, rank: int, journals: Journals, copied: Journals, logged: int) -> Part | None:
-    """What ``rank`` had measured, also where its node is lost; None if that is not known, or not for sure."""
+    """The measured values of ``rank``, also if its node is lost; None if they are not known for certain."""
     key = state.generation, rank
     if key in journals:
         return part_after(journals[key], state.step, logged)
     if key not in copied or (state.generation, state.rank) not in journals:
         return None
-    # Who has finished the step has noted all of it; a copy may lack a note, or have one that was taken back since.
+    # A rank that has finished the step has noted all its values; a copy may lack a note, or have a note that was taken
+    # back.
     made = journals[state.generation, state.rank].counts.get(state.step)
     return part_after(copied[key], state.step, logged) if made == copied[key].counts.get(state.step, -1) else None
 

@@ -1,4 +1,4 @@
-"""The last place where the run can be gone on from, and whether this rank still holds the state of it.
+"""The last point from which the run can go on, and whether this rank still holds the state of this point.
 
     step 41   forward, backward, reduction     held: what step 40 has left
               update, the rest of the body     lost: partly step 41 already, or not where a resume can go on
@@ -6,9 +6,9 @@
     the loop is left                           held, and noted: the script may change anything now
     step 42   ... its body ends                held: step 42
 
-Within the loop no copy is made, for nothing changes until the update. A script that does change something before its
-step, such as a learning rate at step 3000, would change it once more after a resume: so cheap marks are taken each time
-(`PointMarks`), what a checkpoint holds is compared now and then (`LoopChecks`), and such a state is not given.
+Within the loop no copy is made, since state changes only in the update. A script that changes state before its step,
+such as a learning rate at step 3000, would repeat the change after a resume: so cheap marks are taken in each step
+(`PointMarks`), the content of a checkpoint is compared now and then (`LoopChecks`), and such a state is not given.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue, Stateful
 from lockstep.torch_private import version_of
 
-_SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not count changes
+_SMALL_BYTES: Final = 64 << 10  # such as running statistics, whose kernels do not raise the version counter
 _GLANCE: Final = 4  # values of a list or dict, the newest ones
 _DEPTH: Final = 3  # of lists within lists
-# One that is not a number equals itself in a list, as long as it is the same object.
+# NaN equals itself in a list, as long as it is the same object.
 _IMMUTABLE: Final = frozenset({float, int, bool, str, bytes, type(None)})
 
 
 class TakesMarks(Protocol):
-    """What gives another value where the script has changed something of its state."""
+    """A function whose value differs once the script has changed its state."""
 
     def __call__(self, *, afresh: bool = False) -> object:
-        """The value now; ``afresh``: without what was remembered of how to find it."""
+        """The present value; ``afresh``: without remembered places of the values."""
         ...
 
 
@@ -46,29 +46,29 @@ def _no_marks(*, afresh: bool = False) -> object:
 
 
 class ResumePoint:
-    """Of one rank.
+    """The resume point of a rank.
 
     Args:
-        tree: the state of the run as this rank has it now; asks no other rank. None: nobody will ask for it.
-        marks: another value where the script has changed something of it; cheap, so that it is asked in each step.
+        tree: gives this rank's present state of the run; asks no other rank. None: no state will be asked for.
+        marks: gives a value that differs once the script has changed the state; cheap, since called in each step.
     """
 
     def __init__(self, tree: Callable[[], StateTree] | None, marks: TakesMarks = _no_marks) -> None:
         self._tree: Final = tree
         self._marks: Final = marks
-        self._marked: object = None  # when the last step's body was over
+        self._marked: object = None  # at the end of the last step's body
         self._held = False
-        self.is_turn = False  #: whether it is where a turn of the outer loop begins
-        self._noted: _Noted | None = None  # where the script has been able to change something since
-        self.why_not = ""  #: why `take` gives no state, where that lies with the script and not with the moment
-        self._unsafe = False  # by what the loop's body changes before its step
+        self.is_turn = False  #: whether the point is the beginning of a turn of the outer loop
+        self._noted: _Noted | None = None  # the state at the point, if the script may have changed state since
+        self.why_not = ""  #: why `take` gives no state, if the script is the cause
+        self._unsafe = False  # because the loop's body changes state before its step
 
     def lose(self) -> None:
-        """The state begins to change: from here on it is neither that of the last step nor of the next."""
+        """Note that the state begins to change, and is neither that of the last step nor of the next."""
         self._held, self._noted = False, None
 
     def reach(self) -> None:
-        """The body of a step is over: the run can be gone on from here."""
+        """Set the point to the end of the body of a step."""
         self._held, self._noted, self.is_turn = True, None, False
         if not self._unsafe:
             self.why_not = ""
@@ -76,27 +76,27 @@ class ResumePoint:
             self._marked = self._marks_now()
 
     def note(self) -> None:
-        """The loop is left: what the script changes from here on is not the state of the last step."""
+        """Note the state as the loop is left: later changes by the script are not in the state of the last step."""
         if self._held and self._noted is None:
             self._noted = self._of_now() if self._unchanged else None
             self._held = self._noted is not None
 
     def begin_turn(self) -> None:
-        """A turn of the outer loop begins: the run can be gone on from here, after whatever the script has changed."""
+        """Set the point to the beginning of a turn of the outer loop, after all changes by the script."""
         self.is_turn = True
         self._noted = self._of_now()
         self._held = self._noted is not None
 
     def refuse(self, what: str) -> None:
-        """The loop's body changes ``what`` before its step, so that no later moment is that at the body's end."""
+        """Give no state any more, since the loop's body changes ``what`` before its step."""
         self._unsafe = True
         self.why_not = f"{what} is changed in the loop's body before run.step(loss), and would be once more"
 
     def take(self) -> FlatTree | None:
-        """The state, if this rank still holds it; to be asked when the step in work is discarded.
+        """The state, if this rank still holds it; to be called when the current step is discarded.
 
         Raises:
-            Exception: what the script's own objects raise when they are asked for their state.
+            Exception: any error of the script's own objects in giving their state.
         """
         if not self._held or self._tree is None or self._unsafe:
             return None
@@ -121,18 +121,18 @@ class ResumePoint:
             return None
         try:
             return _Noted(FlatTree.of(self._tree()))
-        except Exception as error:  # noqa: BLE001 - a script's own objects may raise anything; nobody has asked for a save
+        except Exception as error:  # noqa: BLE001 - a script's own objects may raise any error; no save was asked for
             self.why_not = described(error)
             return None
 
 
 def described(error: Exception) -> str:
-    """Why a state could not be had, in one line."""
+    """The reason why a state could not be collected, in one line."""
     return f"{type(error).__name__} while the state was collected: {' '.join(str(error).split())}"
 
 
 class _Noted:
-    """A state and by what one knows that its tensors have not changed since: plain values are copies."""
+    """A state, with marks that show whether its tensors have changed since; plain values are copies."""
 
     def __init__(self, flat: FlatTree) -> None:
         self.flat: Final = flat
@@ -143,15 +143,15 @@ class _Noted:
 
 
 def tree_marks(tree: StateTree) -> object:
-    """What differs if something in ``tree`` changes: plain values, and marks of tensors."""
+    """Marks that differ if a value in ``tree`` changes: plain values, and marks of tensors."""
     flat = FlatTree.of(tree)
     return flat.encoded, [tensor.data_ptr() for tensor in flat.tensors], _marks(flat.tensors)
 
 
 def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """What differs if a tensor changes: checksums of small ones, and how often the others have been changed.
+    """Marks that differ if a tensor changes: checksums of small tensors, version counters of others.
 
-    Those that were made under `torch.inference_mode` count no changes.
+    Tensors made under `torch.inference_mode` have no version counter, and get checksums.
     """
     counted = [t.numel() * t.element_size() > _SMALL_BYTES and not t.is_inference() for t in tensors]
     summed = [t for t, is_counted in zip(tensors, counted, strict=True) if not is_counted]
@@ -159,24 +159,25 @@ def _marks(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 class PointMarks:
-    """Takes marks of one run's ``state`` when it is called: marks are equal as long as nothing has changed.
+    """A function that takes marks of a run's ``state``: marks are equal as long as no value has changed.
 
-        the body of step 3001    if run.progress.step == 3000: lower the learning rate     made once more after a resume
+        the body of step 3001    if run.progress.step == 3000: lower the learning rate     repeated after a resume
                                  run.step(loss)
 
-    They are taken after each step, so they look at no tensor's values and at no long list from its beginning: options
-    of optimizers, how often each tensor was changed in place, and what is kept, as far as it can be seen at a glance.
+    Marks are taken after each step, so they read no tensor's values and only the ends of long lists: they cover options
+    of optimizers, version counters of tensors, and the outermost values of kept objects.
 
     Takes about 2 us for each group of an optimizer, 1 us for 30 parameters, and 1 to 3 us for each kept object.
     """
 
     def __init__(self, state: State) -> None:
         self._state: Final = state
-        # Finding it takes longer than looking at it. If it is replaced in its module, the marks tell of another one.
+        # Finding the tensor takes longer than reading its version. If the tensor is replaced in its module, the marks
+        # differ.
         self._first: Final[dict[str, torch.Tensor | None]] = {}
 
     def __call__(self, *, afresh: bool = False) -> object:
-        """The marks as they are now; ``afresh``: modules are looked through again."""
+        """The present marks; ``afresh``: modules are searched again."""
         if afresh:
             self._first.clear()
         state = self._state
@@ -189,11 +190,11 @@ class PointMarks:
     def _of_kept(self, name: str, value: Stateful) -> object:
         if isinstance(value, PlainValue):
             return _of(value.value, _DEPTH)
-        if isinstance(value, nn.Module):  # such as an average of the weights: all of it is changed, or nothing
+        if isinstance(value, nn.Module):  # such as an average of the weights: all its tensors are changed, or none
             if name not in self._first:
                 self._first[name] = next(itertools.chain(value.parameters(), value.buffers()), None)
             return _of(self._first[name], 0)
-        # What it says of itself may be a copy of much.
+        # The object's state_dict() may copy much.
         held = getattr(value, "__dict__", {})
         return _of({name: one for name, one in held.items() if _is_plain(one)}, _DEPTH)
 

@@ -1,13 +1,13 @@
-"""No step is lost when a rank dies: the survivors save the state of the last finished step for the next generation.
+"""Saving by survivors: when a rank dies, the others save the state of the last finished step for the next generation.
 
     a rank dies                the next collective call of the others fails, and they hold the state of the last step
-    one survivor at a time     writes this state into memory, as a checkpoint is written, unless another one has
+    one survivor at a time     writes this state into memory, as a checkpoint, unless another survivor has
     ... or, with ``mirror``    each rank has copied its part into memory after the step, where it outlives the rank
     the next generation        all ranks list the states on their nodes; the newest complete one is loaded, and sent
                                to nodes that have none; without one, the newest checkpoint is loaded
     two steps later            the files of the dead generation are removed
 
-`emergency_files` says where each of these files lies.
+`emergency_files` gives the place of each of these files.
 """
 
 from __future__ import annotations
@@ -47,56 +47,56 @@ from lockstep.world import World
 _SPARE_THE_STATE: Final = (DifferentCalls, NonFiniteError)
 
 Own = Callable[[StatePart], StateTree]
-"""What lies on this rank of the state."""
+"""Gives this rank's part of the state."""
 About = Callable[[], StateTree]
-"""What is said of it, see `LeftState.of`."""
+"""Gives the description of the state, see `LeftState.of`."""
 
 
 class Emergency:
     """Saves the state of the last finished step when another rank dies, and finds it in the next generation.
 
-    This one is of a run that no launcher restarts: it saves nothing and finds nothing, and `EmergencyMemory` overrides
-    all of it. Not collective, except where a method says so.
+    This class is for a run that no launcher restarts: it saves and finds nothing, and `EmergencyMemory` overrides all
+    methods. Not collective, except where a method says so.
     """
 
     notes = False  #: whether measured losses and metrics are written down, and a state is left when a rank is lost
-    part: StatePart | None = None  #: what `mirror` can be given of the state; None: nothing, the strategy cannot tell
+    part: StatePart | None = None  #: the part of the state for `mirror`; None: the strategy cannot tell a rank's part
 
     def protect(self) -> str:
-        """Try again what was refused at the start; says what has changed. Collective, and at once where all is well.
+        """Try again to open what was refused at the start; tells the user of changes. Collective; fast if all is well.
 
         Returns:
-            In a few words, why the death of a rank would lose steps; "" where it would not, or was never to.
+            In a few words, why the death of a rank would lose steps; "" if it would not, or no protection was wanted.
         """
         return ""
 
     def note(self, step: int) -> None:
-        """Write down what was measured so far in ``step``, whose gradients are summed next."""
+        """Write down the values measured so far in ``step``, whose gradients are summed next."""
 
     def note_late(self, step: int) -> None:
-        """Write down, at the end of the loop's body, what ``step`` has measured since its gradients were summed."""
+        """Write down, at the end of the loop's body, values of ``step`` measured after its gradients were summed."""
 
     def discard(self) -> None:
-        """The step in work is discarded, with whatever was noted of it."""
+        """Discard the notes of the current step, which is discarded."""
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
-        """A step has ended: begin to copy this rank's ``own`` part of the state into memory, with what is said of it.
+        """Begin to copy this rank's ``own`` part of the state into memory after a step, with its description.
 
-        It is there when the next `note` returns, and with the setting ``mirror`` on another host, too: where one rank
-        has finished a step, all have the one before. The ``buffers`` of models, which the next forward pass may change,
-        are copied before this returns.
+        The copy is complete when the next `note` returns, with the setting ``mirror`` also on another host: once a rank
+        has finished a step, all have copies of the step before. The ``buffers`` of models, which the next forward pass
+        may change, are copied before `mirror` returns.
         """
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
-        """Save the state of ``point`` if ``error``, which ends the run, says that another rank was lost.
+        """Save the state of ``point`` if the ``error`` that ends the run says that another rank was lost.
 
-        Likewise if it is one that may end all ranks at once and leaves their states as they are.
+        The state is also saved for an error that may end all ranks at once and leaves their states unchanged.
 
-        ``about`` gives the description that is saved with it, see `LeftState.of`.
+        ``about`` gives the description that is saved with the state, see `LeftState.of`.
         """
 
     def find(self) -> LeftBehind | None:
-        """The newest complete state that earlier generations have left; None if there is none. Collective."""
+        """The newest complete state that earlier generations have left; None if no state is complete. Collective."""
         return None
 
     def forget_before(self) -> None:
@@ -107,7 +107,7 @@ class Emergency:
 
 
 class EmergencyMemory(Emergency):
-    """Saves states in a directory of this host's memory, which the ranks of one launcher share. Collective to make.
+    """Saves states in a directory of this host's memory, which a launcher's ranks share. The constructor is collective.
 
     Args:
         memory: the directory.
@@ -115,9 +115,9 @@ class EmergencyMemory(Emergency):
         world: the place of this rank, with the run directory, where a state is written if the memory has too little
             room.
         settings: of the run. The directory of its checkpoints distinguishes the runs of one script.
-        strategy: knows what this rank holds of the state after each step.
+        strategy: knows this rank's part of the state after each step.
         metrics: the losses and metrics of the pass.
-        say: tells the user something.
+        say: tells the user a line.
     """
 
     def __init__(
@@ -137,16 +137,16 @@ class EmergencyMemory(Emergency):
         self._log_every: Final = None if settings.log_every is None else int(settings.log_every.every)
         # With a new coordinator, launchers count generations from 0 again, so the number alone is not unique.
         mark = group.broadcast_object(secrets.token_hex(4), "name of what survivors leave")
-        run = f"run-{zlib.crc32(os.fsencode(settings.checkpoint or run_dir)):08x}"  # a script may open several
+        run = f"run-{zlib.crc32(os.fsencode(settings.checkpoint or run_dir)):08x}"  # a script may open several runs
         self._files: Final = EmergencyFiles(memory, Path(run_dir), run, f"{world.generation}-{mark}")
         self.notes, self.part = _outlives_a_rank(group, part), part
         self._say: Final = say
         self._journal: MeasuresJournal | None = None
         self._copied: CopiedMeasures | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
-        self._step = 0  # that was noted last
+        self._step = 0  # the step noted last
         self._of_step: list[Measured] = []
-        if self.notes and not settings.mirror:  # where the parts are on two hosts, so is what was measured
+        if self.notes and not settings.mirror:  # a mirror on two hosts holds measured values, too
             self._copied = open_copied_measures(self._files.own, group, say)
         self._refused: tuple[str, ...] = ("not tried yet",) if self.notes else ()  # why, of each rank; the same on all
         self._mirror: Final[Mirror | None] = (
@@ -182,7 +182,7 @@ class EmergencyMemory(Emergency):
     # ---- while it trains -----------------------------------------------------------------------------------------
 
     def note(self, step: int) -> None:
-        """See `Emergency.note`. Takes some microseconds on a CPU; with a GPU it waits for the device."""
+        """See `Emergency.note`. Takes some microseconds on a CPU; on a GPU, waits for the device."""
         if self._mirror is not None:
             self._mirror.finish()
         journal, metrics = self._journal, self._metrics
@@ -202,7 +202,7 @@ class EmergencyMemory(Emergency):
             self._copied.exchange()
 
     def note_late(self, step: int) -> None:
-        """Write down what ``step`` has measured since `note`, if it has; some microseconds."""
+        """See `Emergency.note_late`. Takes some microseconds."""
         journal = self._journal
         if not self.notes or not self._metrics.has_called:
             return
@@ -217,8 +217,8 @@ class EmergencyMemory(Emergency):
             self._copied.exchange()
 
     def discard(self) -> None:
-        """Forget what was noted of the step in work: the next note takes its place."""
-        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes back what there was
+        """Forget the notes of the current step: the next note takes their place."""
+        self._step, self._of_step, self._train = 0, [], None  # the next note begins anew, and takes earlier notes back
 
     def mirror(self, own: Own, about: About, buffers: Iterable[torch.Tensor]) -> None:
         """See `Emergency.mirror`. Large tensors are copied by a thread while the ranks compute the next step."""
@@ -230,13 +230,13 @@ class EmergencyMemory(Emergency):
         return format_ranks([rank for rank, why_not in enumerate(self._refused) if why_not])
 
     def _open_journal(self) -> str:
-        """Begin to write down what this rank measures, unless it does; returns why that cannot be done, or ""."""
+        """Open the journal of this rank's measured values, unless it is open; returns why this fails, or ""."""
         if self._journal is None:
             try:
                 self._files.own.mkdir(parents=True, exist_ok=True)
                 repeat = None if self._copied is None else self._copied.write
                 self._journal = MeasuresJournal(self._files.measures(self._group.rank), repeat)
-                self._train = None  # the next note begins with all that was measured
+                self._train = None  # the next note begins with all measured values
             except OSError as error:
                 return f"{error.filename or self._files.own}: {error.strerror}"
         return ""
@@ -258,7 +258,7 @@ class EmergencyMemory(Emergency):
             self._files.remove_before()
 
     def close(self) -> None:
-        """Close the journal and the mirror; what they have written stays for the next generation."""
+        """Close the journal and the mirror; their files stay for the next generation."""
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -271,9 +271,9 @@ class EmergencyMemory(Emergency):
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
     def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
-        """See `Emergency.leave`. It never raises, since the error that ended the run has to reach the user.
+        """See `Emergency.leave`. Never raises, since the error that ended the run has to reach the user.
 
-        Where no state is left, the reason is: the next generation says it.
+        If no state is left, the reason is noted, and the next generation tells it.
         """
         if not self.notes and (self._mirror is None or not self._mirror.is_used):
             return
@@ -316,7 +316,7 @@ class EmergencyMemory(Emergency):
     # ---- when the next generation starts -------------------------------------------------------------------------
 
     def find(self) -> LeftBehind | None:
-        """The newest complete state that ranks of any node have left; None if there is none. Collective."""
+        """The newest complete state that ranks of any node have left; None if no state is complete. Collective."""
         own = self._files.left() if self._world.local_rank == 0 else Left()
         nodes = self._group.gather_objects(own, "what survivors have left")
         choice = choose(nodes, self._log_every)
@@ -343,16 +343,16 @@ def open_emergency(
     metrics: PassMetrics,
     say: Callable[[str], None],
 ) -> Emergency:
-    """An `EmergencyMemory` if the launcher has made a directory for it and the settings want it, else none."""
+    """An `EmergencyMemory` if the launcher has made its directory and the settings want it, else an `Emergency`."""
     if EMERGENCY not in env or world.run_dir is None or not settings.emergency:
         return Emergency()
     return EmergencyMemory(Path(env[EMERGENCY]), group, world, settings, strategy, metrics, say)
 
 
 def writes_emergency(env: Mapping[str, str], settings: Settings, group: Group, strategy: Strategy) -> bool:
-    """Whether this rank saves its part of the state when another rank dies: others hold what the dead one held.
+    """Whether this rank saves its part of the state when another rank dies: if others hold the dead rank's part.
 
-    With NCCL it cannot: a rank does not learn in time that another one has died, and its device may be some steps
+    With NCCL a rank cannot: it does not learn in time that another rank has died, and its device may be some steps
     behind its host.
     """
     return EMERGENCY in env and settings.emergency and _outlives_a_rank(group, strategy.state_part)

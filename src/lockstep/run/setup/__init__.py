@@ -1,4 +1,4 @@
-"""A run before its first step, and after its last one.
+"""The set-up of a run before its first step, and its end after the last step.
 
     Run(...)                 run_context      device, threads, process group, strategy, checkpoints: a `RunContext`
     run.model, run.optimizer registration     what cannot be trained alike on any number of ranks is refused here

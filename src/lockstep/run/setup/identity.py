@@ -1,4 +1,4 @@
-"""What the bits of a run depend on and a program can know: compared between ranks, and with the run that is resumed."""
+"""The identity of a run, on which its bits depend: compared between ranks, and with the run that is resumed."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ _A_SET: Final = (
     "from a set, such as set(model.parameters()) - heads, whose order depends on addresses; write "
     "[p for p in model.parameters() if p not in heads], with heads = set(head.parameters())"
 )
-#: Options of scripts that old launchers give each rank its own of.
+#: Options of scripts for which old launchers give each rank a value of its own.
 _PER_RANK: Final = ("local_rank", "node_rank", "rank", "master_addr", "master_port")
 
 
 class SeenContents(NamedTuple):
-    """What was seen of a data set as a pass over it began."""
+    """The samples seen of a data set as a pass over the data set began."""
 
     epoch: int  #: the number of the pass's order
     seen: SeenSamples
-    changes: bool  #: whether something else was seen as an earlier pass began, as where the script makes new data
+    changes: bool  #: whether other samples were seen as an earlier pass began, as where the script makes new data
 
     def as_list(self) -> list[object]:
         """Plain values, for a checkpoint."""
@@ -56,7 +56,7 @@ class SeenContents(NamedTuple):
 
 
 class RunIdentity:
-    """What the bits of one run depend on: its script, its data, its settings.
+    """The script, data and settings of a run, on which its bits depend.
 
     Args:
         settings: of the run.
@@ -71,7 +71,7 @@ class RunIdentity:
         self.script: StateTree = {}  #: code, arguments and optimizers, as the run began
 
     def note_script(self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
-        """The run begins: its script is what it is now."""
+        """Note the script's code, arguments and optimizers, as the run begins."""
         self.script = {
             "code": code_of_user(),
             "arguments": arguments_of(sys.argv[1:]),
@@ -86,9 +86,9 @@ class RunIdentity:
         lengths: Sequence[int | None],
         orders: Mapping[str, tuple[int, str]],
     ) -> StateTree:
-        """All but the script; ``sizes`` and ``samples`` of loaders that were trained on, ``lengths`` of all.
+        """The identity without the script; ``sizes`` and ``samples`` of loaders trained on, ``lengths`` of all loaders.
 
-        ``orders`` are those of the passes that they are in, where they are drawn.
+        ``orders`` are those of the loaders' current passes, where orders are drawn.
         """
         return {
             "sizes": dict(sizes),
@@ -109,7 +109,7 @@ class RunIdentity:
 
 
 def device_of_bits(device: torch.device, env: Mapping[str, str]) -> str:
-    """What of a device and its libraries the bits depend on, in words, and which variables say so."""
+    """The properties of a device and its libraries on which bits depend, in words, with the variables that set them."""
     formats = ", ".join(f"{name} {found}" for name, found in number_formats(device).items())
     if device.type == "cpu":
         chosen = [f"{name}={env[name]}" for name in _OF_CPU_KERNELS if env.get(name)]
@@ -121,10 +121,10 @@ def device_of_bits(device: torch.device, env: Mapping[str, str]) -> str:
 
 
 def compare_devices(group: Group, own: str) -> None:
-    """Check that all ranks compute on a device like this rank's ``own``, in the words of `device_of_bits`. Collective.
+    """Check that all ranks compute on equal devices; ``own`` is this rank's, by `device_of_bits`. Collective.
 
     Raises:
-        MismatchError: naming two ranks that do not.
+        MismatchError: naming two ranks with different devices.
     """
     first, *others = group.gather_objects(own, "the devices")
     for rank, theirs in enumerate(others, 1):
@@ -138,7 +138,7 @@ def compare_devices(group: Group, own: str) -> None:
 
 
 def compare_draws(group: Group, say: Callable[[str], None]) -> None:
-    """Say so if the script has drawn other random numbers on some ranks, before the run seeds them all. Collective."""
+    """Warn if the script has drawn different random numbers on some ranks, before the run seeds all. Collective."""
     first, *others = group.gather_objects(drawn_states(), "comparison of random numbers")
     for rank, states in enumerate(others, start=1):
         if found := [name for name in {**first, **states} if states.get(name) != first.get(name)]:
@@ -153,7 +153,7 @@ def compare_draws(group: Group, say: Callable[[str], None]) -> None:
 def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
     """SHA-256 of the script (as ``script``) and of each module of the user's that is loaded, by name.
 
-    Left out is what is installed, and what has no file, such as a notebook. About 0.1 ms a module.
+    Installed modules and modules without a file, such as a notebook, are left out. Takes about 0.1 ms per module.
     """
     found = {}
     for name, module in _unknown(sys.modules) if modules is None else list(modules.items()):
@@ -163,9 +163,9 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
         try:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         except OSError:
-            continue  # it has gone since it was loaded
+            continue  # the file was removed since the module was loaded
         found["script" if name == "__main__" else name] = digest
-    if "script" in found:  # the launcher runs it under a name of its own, too
+    if "script" in found:  # the launcher also loads the script under another name
         found = {name: digest for name, digest in found.items() if name == "script" or digest != found["script"]}
     return found
 
@@ -179,13 +179,13 @@ def _unknown(modules: Mapping[str, ModuleType]) -> list[tuple[str, ModuleType]]:
     return [(name, modules[name]) for name in modules.keys() - _OF_OTHERS if name in modules]
 
 
-#: Looked at once, in the process from which ranks are forked: two thousand modules take some milliseconds. What is the
-#: program there is not the script of its ranks.
+#: Computed once, in the process from which ranks are forked: two thousand modules take some milliseconds. ``__main__``
+#: of that process is not the script of the ranks.
 _OF_OTHERS: Final = frozenset(name for name, one in list(sys.modules.items()) if not _is_script(one)) - {"__main__"}
 
 
 def arguments_of(argv: Sequence[str]) -> list[str]:
-    """The script's arguments without secrets, and without those that differ between ranks by their nature."""
+    """The script's arguments without secrets and without options that differ between ranks by design."""
     kept, skip = [], False
     for argument in argv:
         name, equals, _ = argument.lstrip("-").partition("=")
@@ -206,7 +206,7 @@ def optimizers_of(optimizers: Sequence[torch.optim.Optimizer]) -> list[list[Any]
 
 
 def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> list[list[str]]:
-    """The names of the parameters in each group of each optimizer, in its order; what no model has is called "?"."""
+    """The names of the parameters in each group of each optimizer, in order; "?" for a parameter of no model."""
     names = {
         parameter: f"{name} of model {number}" if number else name
         for number, model in enumerate(models)
@@ -217,7 +217,7 @@ def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], models: Sequenc
 
 
 def _other_order(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -> tuple[str, str] | None:
-    """The first two names that differ, where groups hold the same parameters in another order."""
+    """The first pair of different names, if a group holds equal parameters in another order; else None."""
     for mine, theirs in zip(one, other, strict=False):
         if mine != theirs and sorted(mine) == sorted(theirs):
             return next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
@@ -225,12 +225,12 @@ def _other_order(one: Sequence[Sequence[str]], other: Sequence[Sequence[str]]) -
 
 
 def compare_ranks(group: Group, script: SavedTree) -> None:
-    """Check that all ranks run the same ``script``: its code, and what else is known of it. Collective.
+    """Check that all ranks run the same ``script``: code, arguments and optimizers. Collective.
 
     A module that only some ranks have loaded is not compared.
 
     Raises:
-        MismatchError: naming what differs, and on which rank.
+        MismatchError: naming the difference and the rank.
     """
     first, *others = group.gather_objects(dict(script), "the code and the settings of the script")
     for rank, theirs in enumerate(others, 1):
@@ -253,7 +253,7 @@ def compare_ranks(group: Group, script: SavedTree) -> None:
 
 
 def changed_code(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """What is loaded in both and differs, by name."""
+    """The names of modules that are in both and differ."""
     return [name for name, digest in now.items() if before.get(name, digest) != digest]
 
 
@@ -267,7 +267,7 @@ def _options(group: SavedTree) -> dict[str, str]:
 
 
 def _text(value: object) -> str:
-    """``value`` in words that are the same in every process: without addresses and devices."""
+    """The text of ``value``, equal in every process: without addresses and devices."""
     if isinstance(value, torch.Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     if isinstance(value, list | tuple):
@@ -278,7 +278,7 @@ def _text(value: object) -> str:
 
 
 def differences(before: SavedTree, now: SavedTree) -> list[str]:
-    """Texts about the parts of an identity that a resumed run has otherwise than the one that saved.
+    """Texts about the differences in identity between a resumed run, ``now``, and the run that saved.
 
     Raises:
         CheckpointError: for an optimizer of another class.
@@ -339,7 +339,7 @@ def _describe_contents(before: Mapping[str, Sequence[object]], now: Mapping[str,
 
 
 def _check_optimizers(before: Sequence[Any], now: Sequence[Any]) -> list[str]:
-    # Their options are compared where they are loaded.
+    # Options are compared where optimizers are loaded.
     for (was, _), (kind, _) in zip(before, now, strict=False):
         if was != kind:
             raise CheckpointError(
@@ -358,7 +358,7 @@ def _check_groups(before: Sequence[Sequence[str]], now: Sequence[Sequence[str]])
     return []
 
 
-#: What is texts of each part of an identity that differs, where it is not just its value.
+#: The functions that describe a difference in each part of an identity, other than by its values.
 _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "code": _describe_code,
     "arguments": _describe_arguments,
@@ -367,5 +367,5 @@ _DESCRIBE: Final[dict[str, Callable[[Any, Any], list[str]]]] = {
     "optimizers": _check_optimizers,
     "groups": _check_groups,
 }
-#: Whether they fit is decided where the position is known.
+#: Checked in `DirectoryCheckpointer.compare`, where the position is known.
 _CHECKED_ELSEWHERE: Final = ("sizes", "samples", "orders")

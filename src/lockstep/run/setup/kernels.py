@@ -1,4 +1,4 @@
-"""What torch computes with: kernels that give the same bits each time, and as many threads as the run began with.
+"""Deterministic kernels of torch, and a number of CPU threads that stays as the run began.
 
 Also the format of numbers in forward passes, and the loss scaling that fp16 needs.
 
@@ -9,8 +9,8 @@ Also the format of numbers in forward passes, and the loss scaling that fp16 nee
           after each body          ... else the run ends: it has computed with them
     both  where ranks compare      the formats of numbers are those with which the training began, else the run ends
 
-Only in its strict form does torch take the deterministic backward pass of attention. All of a run cannot be so: some
-operations of forward passes, of which no gradient depends, would be refused.
+Torch takes the deterministic backward pass of attention only in strict mode. A whole run cannot be strict: some
+operations of forward passes, on which no gradient depends, would be refused.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Kernels:
-    """Of one run.
+    """The deterministic kernels and CPU threads of a run.
 
     Args:
-        pins: whether bits are promised, and depend on how a GPU's kernels are chosen.
+        pins: whether equal bits are promised, and depend on the choice of a GPU's kernels.
         refuses: whether a backward pass ends where torch has no deterministic kernel.
-        threads: CPU threads of this rank, if bits are promised and depend on them.
-        formats: gives the formats of numbers by what asks torch for them, if bits are promised.
+        threads: CPU threads of this rank, if equal bits are promised and depend on their number.
+        formats: gives number formats by the torch expression that reads each, if equal bits are promised.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class Kernels:
     ) -> None:
         self._pins: Final = pins
         self._strict: Final[AbstractContextManager[Any]] = _Strict() if pins and refuses else _AS_THEY_ARE
-        self._before: dict[str, bool] | None = None  # what the script had, until the run ends
+        self._before: dict[str, bool] | None = None  # the script's own flags, until the run ends
         self._threads: Final = threads
         self._formats_now: Final = formats
         self._formats: Mapping[str, str] = {}  # with which the training began
 
     def begin(self) -> None:
-        """The training begins: the formats of numbers are what they are now."""
+        """Note the number formats with which the training begins."""
         self._formats = self._formats_now()
 
     def pin_threads(self) -> str:
-        """Before something is computed: with as many threads as the run has. Takes 0.1 us.
+        """Set the number of CPU threads to the run's, before a computation. Takes 0.1 us.
 
         Returns:
-            What the script or a library has set otherwise, as it is written; "" if nothing.
+            The call by which the script or a library has set another number, as written in code; "" if none.
         """
         found = torch.get_num_threads()
         if self._threads is None or found == self._threads:
@@ -75,10 +75,10 @@ class Kernels:
         return f"torch.set_num_threads({found})"
 
     def require_threads(self, where: str) -> None:
-        """Check that what was computed since `pin_threads` was so with as many threads. Takes 0.1 us.
+        """Check that the number of CPU threads is unchanged since `pin_threads`. Takes 0.1 us.
 
         Raises:
-            UsageError: if their number is another one now.
+            UsageError: if the number has changed.
         """
         found = torch.get_num_threads()
         if self._threads is not None and found != self._threads:
@@ -92,7 +92,7 @@ class Kernels:
         """Check that numbers have the formats with which the training began. Takes about 30 us.
 
         Raises:
-            UsageError: if they have not.
+            UsageError: if a format has changed.
         """
         now = self._formats_now() if self._formats else {}
         for name, before in self._formats.items():
@@ -104,10 +104,10 @@ class Kernels:
                 )
 
     def pin(self) -> str:
-        """Let torch take kernels that give the same bits each time, with as many threads as the run has.
+        """Set torch to deterministic kernels and to the run's number of threads.
 
         Returns:
-            What the script has set otherwise since the last call, as it is written; "" if nothing.
+            The settings that the script has changed since the last call, as written in code; "" if none.
         """
         return " and ".join(filter(None, (self._pin_flags(), self.pin_threads())))
 
@@ -116,12 +116,12 @@ class Kernels:
             return ""
         found = _flags()
         first, self._before = self._before is None, self._before or found
-        # cuBLAS reads it when it begins.
+        # cuBLAS reads this variable when it is initialised.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         if not found["deterministic"]:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
-        # Else each new tensor is written once more before its first use: a tenth of a step.
+        # Else each new tensor is filled before its first use, which takes a tenth of a step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if first:
             return ""
@@ -132,15 +132,15 @@ class Kernels:
         return " and ".join(name for name, is_so in said.items() if is_so)
 
     def backward(self) -> AbstractContextManager[object]:
-        """Around a backward pass; takes about 1 us.
+        """A context for a backward pass; takes about 1 us.
 
         Raises:
-            UsageError: at its end, with the name of an operation that has no deterministic kernel.
+            UsageError: at the end of the context, with the name of an operation that has no deterministic kernel.
         """
         return self._strict
 
     def release(self) -> None:
-        """Put back what the script had before the first `pin`; may be called twice."""
+        """Restore the script's flags from before the first `pin`; may be called twice."""
         before, self._before = self._before, None
         if before is not None:
             torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])
@@ -158,12 +158,12 @@ def _flags() -> dict[str, bool]:
 
 
 def number_formats(device: torch.device) -> dict[str, str]:
-    """The formats of numbers on which bits depend, by what asks torch for them."""
+    """The number formats on which bits depend, by the torch expression that reads each."""
     return {"torch.get_default_dtype()": str(torch.get_default_dtype()), **fp32_precision(device)}
 
 
 def fp32_precision(device: torch.device) -> dict[str, str]:
-    """In which formats kernels multiply fp32 numbers: of matrices, convolutions and recurrent layers."""
+    """The formats in which kernels for matrices, convolutions and recurrent layers multiply fp32 numbers."""
     on_cpu = device.type == "cpu"
     places = ("mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn") if on_cpu else ("cuda.matmul", "cudnn.conv", "cudnn.rnn")
     found = {}
@@ -175,7 +175,7 @@ def fp32_precision(device: torch.device) -> dict[str, str]:
 
 
 class _Strict:
-    """A context in which torch refuses what has no deterministic kernel."""
+    """A context in which torch refuses operations without a deterministic kernel."""
 
     def __enter__(self) -> None:
         self._warned = torch.is_deterministic_algorithms_warn_only_enabled()

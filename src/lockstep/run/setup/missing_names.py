@@ -1,4 +1,4 @@
-"""Names that `Run` does not have: answered with the nearest one, or with what takes the place of another tool's."""
+"""Errors for names that `Run` does not have: with the nearest name, or the replacement for another tool's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lockstep.formatting import did_you_mean
 
 _RANKS: Final = "ranks are started from outside: lockstep run --nproc-per-node 4 train.py, or lockstep.launch(main, 4)"
 _BATCH: Final = "run.loader(dataset, global_batch=...) takes it, or global_batch= here, for all loaders"
-#: Of other tools, and what to write.
+#: Names of other tools' arguments, and advice for each.
 _ARGUMENTS: Final[Mapping[str, str]] = {
     **dict.fromkeys(("num_gpus", "gpus", "devices", "num_processes", "ranks", "world_size", "num_nodes"), _RANKS),
     **dict.fromkeys(("batch_size", "train_batch_size"), _BATCH),
@@ -36,7 +36,7 @@ _ATTRIBUTES: Final[Mapping[str, str]] = {
 
 
 def refusing_unknown_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """``init``, which answers an argument that it does not take with the nearest name."""
+    """A wrapper of ``init`` that refuses an unknown argument with an error naming the nearest known argument."""
     known = [*inspect.signature(init).parameters][1:]
 
     @functools.wraps(init)
@@ -51,7 +51,7 @@ def refusing_unknown_arguments(init: Callable[..., None]) -> Callable[..., None]
 
 
 def no_attribute(run: object, name: str) -> AttributeError:
-    """The error for ``run.NAME``, with the nearest name that it has."""
+    """The error for the missing attribute ``name`` of ``run``, with the nearest name that ``run`` has."""
     public = [known for known in dir(type(run)) if not known.startswith("_")]
     meant = _ATTRIBUTES.get(name)
     advice = f"; did you mean {meant}?" if meant else f"; {did_you_mean(name, public, '')}".removesuffix("; ")

@@ -1,4 +1,4 @@
-"""What cannot be trained alike on any number of ranks is refused where it is registered, with what to write instead."""
+"""Registration of models, optimizers and schedulers, which refuses objects that depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from lockstep.strategies import (
 )
 
 GivenModel = nn.Module | Callable[[], nn.Module] | Sequence[nn.Module | Callable[[], nn.Module]]
-"""What `Run.model` takes: a model, the function that makes it, or the stages of one."""
+"""The argument of `Run.model`: a model, a function that makes a model, or the stages of a model."""
 
 
 class Registration:
-    """Takes what the script gives to the run into its state, before the training begins."""
+    """Adds models, optimizers, schedulers and other objects of the script to the run's state, before the training."""
 
     def __init__(self, context: RunContext, start: TrainingStart) -> None:
         self._context: Final = context
@@ -57,7 +57,7 @@ class Registration:
         static_graph: bool,
         tensor_plan: TensorPlan | None,
     ) -> nn.Module:
-        """Prepare the model that is ``given``, or made by it, for this run; returns the module to train. Collective.
+        """Prepare the model ``given``, or made by ``given``, for this run; returns the module to train. Collective.
 
         Raises:
             UsageError: after training has begun, or for a model that cannot be trained beside the others.
@@ -69,7 +69,7 @@ class Registration:
         stored = None
         if weights is not None:
             stored = read_weights(Path(weights))
-            # Each rank may read other parts of its file, so none would notice another file on another host.
+            # Each rank may read other parts of the file, so no rank would notice a different file on another host.
             context.group.check_equal("what run.model(..., weights=...) reads", checksum_of_first_rows(stored))
         if isinstance(given, list | tuple):
             model, is_new = self._of_stages(given, stored)
@@ -85,7 +85,7 @@ class Registration:
         context.strategy.setup_model(model, find_unused_parameters=find_unused_parameters, static_graph=static_graph)
         self._state.add_model(model)
         if context.settings.compile:
-            # Dynamo takes kernels of dynamic shapes after a second shape, and ranks meet these in other orders.
+            # Dynamo uses kernels of dynamic shapes after a second shape, and ranks meet shapes in different orders.
             fixed = context.device.type == "cuda" and context.settings.reduction == "exact"
             model.compile(dynamic=False if fixed else None)
         return model
@@ -93,7 +93,7 @@ class Registration:
     def _of_stages(
         self, stages: Sequence[nn.Module | Callable[[], nn.Module]], weights: Mapping[str, StoredTensor] | None
     ) -> tuple[nn.Module, bool]:
-        """As `_with_values`, of the model that has these stages. Collective."""
+        """As `_with_values`, for a model of these ``stages``. Collective."""
         modules = [stage for stage in stages if isinstance(stage, nn.Module)]
         if modules and len(modules) == len(stages):
             return self._with_values(StageSequence(modules), weights)
@@ -105,11 +105,11 @@ class Registration:
         makers = [partial(make_module, stage) for stage in stages if not isinstance(stage, nn.Module)]
         if (model := self._context.strategy.make_stages(makers, weights)) is not None:
             return model, True
-        # Each stage has its values before the next one is made, as where ranks make one at a time.
+        # Each stage gets its values before the next stage is made, as where ranks make one stage at a time.
         return self._with_values(lambda: StageSequence([give_values(make()) for make in makers]), weights)
 
     def _with_values(self, given: GivenModel, weights: Mapping[str, StoredTensor] | None) -> tuple[nn.Module, bool]:
-        """The model, and whether it was made just now, or got its values just now. Collective."""
+        """The model, and whether the model was made or initialised by this call. Collective."""
         if isinstance(given, nn.Module):
             check_model(given, self._state)
             if weights is None and not is_on_meta(given):
@@ -126,7 +126,7 @@ class Registration:
         return self._context.strategy.construct(lambda: give_values(make_module(make), weights)), True
 
     def optimizer(self, optimizer: torch.optim.Optimizer, *, closure: bool | None) -> None:
-        """Register ``optimizer``, whose parameters are those of models of this run, with its closures.
+        """Register ``optimizer``, which holds parameters of this run's models; ``closure`` as in `Run.optimizer`.
 
         Raises:
             UsageError: after training has begun, or for an optimizer that the strategy cannot step.
@@ -142,7 +142,7 @@ class Registration:
         self._state.optimizers.append(optimizer)
 
     def scheduler(self, scheduler: object) -> None:
-        """Register ``scheduler``, which steps once with each step of the optimizer that it belongs to.
+        """Register ``scheduler``, which steps once with each step of its optimizer.
 
         Raises:
             UsageError: after training has begun, or if its optimizer is not registered.
@@ -160,10 +160,10 @@ class Registration:
     def early_stopping(
         self, metric: str, patience: int, mode: Literal["min", "max"], min_delta: float
     ) -> EarlyStopping:
-        """Make the early stopping by ``metric``, which is in the checkpoints.
+        """Make the early stopping by ``metric``, whose state is saved in checkpoints.
 
         Raises:
-            UsageError: after training has begun, or for a metric that has one.
+            UsageError: after training has begun, or for a metric with an early stopping already.
         """
         self._start.refuse_late("early_stopping")
         if metric in self._state.early_stopping:
@@ -186,11 +186,11 @@ class Registration:
 
 
 def check_model(model: nn.Module, state: State) -> None:
-    """Check that ``model`` can be trained beside those that ``state`` holds.
+    """Check that ``model`` can be trained beside the models of ``state``.
 
     Raises:
-        UsageError: for a model that was given before, shares parameters with another one, is not initialised, or has
-            a parameter or buffer that nothing can be copied into.
+        UsageError: for a model that was given before, shares parameters with another model, is not initialised, or has
+            a parameter or buffer that no value can be copied into.
     """
     if any(model is known for known in state.models):
         raise UsageError(
@@ -225,7 +225,7 @@ def check_model(model: nn.Module, state: State) -> None:
 
 
 def _check_module(path: str, module: nn.Module) -> None:
-    """Refuse a module that does itself what a run does, or whose forward pass changes a parameter."""
+    """Refuse a `DistributedDataParallel` module, and an embedding whose forward pass changes its parameter."""
     if isinstance(module, nn.parallel.DistributedDataParallel):
         raise UsageError(WITHOUT_DDP)
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -242,7 +242,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
     """Check that a run can step ``optimizer``.
 
     Raises:
-        UsageError: for one that is known, or holds parameters that belong to no model of the run.
+        UsageError: for an optimizer that is registered already, or holds parameters of no model of the run.
     """
     if any(optimizer is known for known in state.optimizers):
         raise UsageError(f"run.optimizer({type(optimizer).__name__}) a second time: one call for each optimizer")
@@ -259,7 +259,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, state: State) -> None:
 
 
 def _refuse_hidden_state(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer around another one, as many implementations of SAM are, has a `state_dict` of its own state only."""
+    """Refuse an optimizer around another optimizer, as in SAM, whose `state_dict` lacks the inner optimizer's state."""
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         return
     for name, inner in vars(optimizer).items():

@@ -1,4 +1,4 @@
-"""The start of training: everything is registered by then, so that a checkpoint can be loaded."""
+"""The start of training: all objects are registered by then, so that a checkpoint can be loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lockstep.trial_contract import CHECKPOINTS, CurrentTrial, current_trial, di
 
 
 class TrainingStart:
-    """Compares the ranks' scripts, resumes from a checkpoint, and listens to signals from then on; once."""
+    """Compares the ranks' scripts, resumes from a checkpoint, and begins to listen to signals; once in a run."""
 
     def __init__(
         self,
@@ -40,16 +40,16 @@ class TrainingStart:
         self._log: Final = log
         self._proof: Final = proof
         self._save_stop: Final = context.save_stop
-        self._tree_within_turn: StateTree | None = None  # of a checkpoint, until its pass goes on
+        self._tree_within_turn: StateTree | None = None  # of a checkpoint, until the open pass goes on
         self._options: ScriptOptions | None = None
-        self._left_tree: StateTree | None = None  # what survivors have left, if the run goes on from that
+        self._left_tree: StateTree | None = None  # the state that survivors have left, if the run resumes from it
         self.done = False
-        self.stopped = False  #: whether the run was to save what survivors have left, and no more
+        self.stopped = False  #: whether the run was only to save the state that survivors have left
         self.resumed_at_end = False  #: whether the resumed pass had no micro-batch left, and no other pass has begun
 
     @property
     def resumes_within_turn(self) -> bool:
-        """Whether the script repeats what stands in a turn of its outer loop before the pass that goes on."""
+        """Whether the script repeats the part of its outer loop's turn before the pass that goes on."""
         return self._tree_within_turn is not None
 
     def refuse_late(self, method: str) -> None:
@@ -87,17 +87,17 @@ class TrainingStart:
         if self._context.directory and (why := os.environ.get(SAVE_ONLY)):
             self._leave_saved(left, why)
         if self._context.directory:
-            # Not before: while there is nothing to save, signals do what they do without Lockstep.
+            # Not earlier: while there is nothing to save, signals act as they do without Lockstep.
             if threading.current_thread() is threading.main_thread():
                 self._context.stop_requests.listen()
             self._save_stop.open()
 
     def _leave_saved(self, left: LeftBehind | None, why: str) -> None:
-        """What survivors have ``left`` becomes a checkpoint, and the run is over. Collective.
+        """Save the state that survivors have ``left`` as a checkpoint, and end the run. Collective.
 
         Raises:
-            SystemExit: with code 75, once a checkpoint holds it.
-            CheckpointError: if it could not be saved.
+            SystemExit: with code 75, once the checkpoint is committed.
+            CheckpointError: if the state could not be saved.
         """
         context, step, tree = self._context, self._position.progress.step, self._left_tree
         if left is not None and tree is not None:
@@ -112,7 +112,7 @@ class TrainingStart:
         context.checkpointer.stop(step, why, leave)
 
     def finish_resume(self) -> bool:
-        """The pass goes on: what the script has done since the start must not count within a turn.
+        """Restore the checkpoint again as the open pass goes on, which undoes changes by the repeated part of the turn.
 
         Returns:
             Whether the pass had been left by ``break`` when the checkpoint was saved.
@@ -128,7 +128,7 @@ class TrainingStart:
         """Check that the script has reached the pass in which the checkpoint was taken.
 
         Raises:
-            CheckpointError: if the turn of its outer loop is over and it has not.
+            CheckpointError: if the turn of the outer loop is over and the script has not reached this pass.
         """
         if self.resumes_within_turn:
             raise CheckpointError(
@@ -138,7 +138,7 @@ class TrainingStart:
             )
 
     def _log_what_may_be_missing(self, left: LeftBehind) -> None:
-        """The leader may have died before it wrote what the others had taken for logged. Collective."""
+        """Log the rows that a dead leader may not have written, though other ranks took them for logged. Collective."""
         if not left.turn:
             self._log.write_recent()
             if self._tree_within_turn is not None:
@@ -150,12 +150,12 @@ class TrainingStart:
             self._log.write(dict(values), step, epoch)
 
     def _resume(self) -> LeftBehind | None:
-        """What survivors have left, if the run goes on from that."""
+        """Resume from a checkpoint, or from the state that survivors have left, which is then returned."""
         checkpointer = self._context.checkpointer
         trial = current_trial()
-        # A trial goes on from what it has saved, whichever worker begins it again.
+        # A trial goes on from its own checkpoint, whichever worker restarts the trial.
         restarted = self._context.world.generation > 0 or trial is not None
-        # Our launcher asks for it once; others leave it in the environment of the generations after a failure.
+        # Our launcher sets the variable once; other launchers leave it set for the generations after a failure.
         once = self._context.world.run_dir is not None or not restarted
         back_to = os.environ.get(RESUME_FROM) if once and trial is None else None
         left = self._context.emergency.find() if restarted and not back_to else None
@@ -187,7 +187,7 @@ class TrainingStart:
         return left
 
     def _restore(self, tree: SavedTree) -> tuple[list[str], list[str]]:
-        """Put back what a checkpoint holds, with the script's options of optimizers if these are to hold. Collective.
+        """Restore a checkpoint, with the script's optimizer options if ``resume_options`` says so. Collective.
 
         Returns:
             See `RunSnapshot.restore`, and texts about options.
@@ -200,7 +200,7 @@ class TrainingStart:
         return changed, list(dict.fromkeys(said))
 
     def _inherit(self, trial: CurrentTrial, parent: Path) -> None:
-        """Begin with the weights of the run of this place in another trial, whose directory is ``parent``."""
+        """Load the initial weights from the corresponding run of another trial, whose directory is ``parent``."""
         context = self._context
         directory = directory_of_run(parent, len(trial.reports_of_runs) - 1)
         others = Checkpoints(directory / CHECKPOINTS, context.group, keep=1, say=context.reporter.say)

@@ -1,4 +1,4 @@
-"""What a run does with checkpoints: resume, save, stop with one; or nothing, where it has none."""
+"""The checkpoints of a run: resume, save, and stop with a checkpoint; or nothing, for a run without a directory."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from lockstep.run.stopping.stop_requests import JobDeadline
 
 Say = Callable[[str], None]
 Identity = SavedTree
-"""What the bits of a run depend on, beside its data and its code, by name."""
+"""The parts of a run's identity, by name."""
 
 
 class RunCheckpointer:
-    """What a run does with checkpoints: this one saves nothing, and `DirectoryCheckpointer` overrides all of it.
+    """The checkpoints of a run. This class saves nothing, and `DirectoryCheckpointer` overrides all its methods.
 
     All ranks make the same calls in the same order.
     """
 
     saved_step: int | None = None  #: step of the last save that was begun or resumed from
-    resumed_from: LeftBehind | None = None  #: what survivors have left, if that was taken
-    resumed: Identity | None = None  #: of the run that goes on, as it was saved; None: it begins
+    resumed_from: LeftBehind | None = None  #: the state that survivors have left, if resumed from
+    resumed: Identity | None = None  #: of the resumed run, as saved; None: the run was not resumed
 
     @property
     def differs(self) -> bool:
-        """Whether something was reported that differs from the run that was resumed."""
+        """Whether a difference from the run that was resumed has been reported."""
         return False
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
     ) -> StateTree | None:
-        """The newest whole checkpoint's tree; None: begin at the beginning, as ``fresh`` asks for.
+        """The state of the newest whole checkpoint; None: training begins at the first step, as with ``fresh``.
 
-        With ``back_to``, the tree of the step that it is, or of the ``best`` one; later ones are set aside. What
-        survivors of a dead rank have ``left`` is taken where it is newer.
+        With ``back_to``, a step or ``best``, the state of this step or of the best step; later checkpoints are set
+        aside. The state that survivors of a dead rank have ``left`` is taken if it is newer.
         """
         return None
 
     def compare(self, identity: Identity, *, within_pass: Collection[str]) -> None:
-        """Report what differs from the run that was resumed, or refuse it; only the parts that ``identity`` names."""
+        """Report or refuse differences from the run that was resumed, in the parts that ``identity`` names."""
 
     def save(
         self, tree: Callable[[], StateTree], step: int, identity: Identity, *, again: bool, protect: int | None
     ) -> bool:
-        """Begin to save ``tree()`` as the state after ``step``, unless that is done and not to be done ``again``.
+        """Begin to save ``tree()`` as the state after ``step``, unless ``step`` is saved and ``again`` is false.
 
-        From its commit on, the checkpoint of step ``protect`` is kept beside those that are kept anyway, and the one
-        that was protected so before is not.
+        Once committed, the checkpoint of step ``protect`` is kept in addition to those kept anyway, and the checkpoint
+        protected before is not.
 
         Returns:
             Whether a save was begun.
@@ -68,34 +68,34 @@ class RunCheckpointer:
         """See `Checkpoints.before_commit`."""
 
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
-        """Write beside the checkpoint of ``step`` what is known of the next one; see `Checkpoints.note_next_step`."""
+        """Write the record of the next step beside the checkpoint of ``step``; see `Checkpoints.note_next_step`."""
 
     def next_step(self) -> tuple[Path, dict[str, object] | None]:
-        """Where that is, and what it says, for the checkpoint that was resumed; None without any. Collective."""
+        """The path and content of the record of the step after the resumed checkpoint; None: no record. Collective."""
         return Path(), None
 
     def committed_step(self) -> int | None:
-        """The newest step that is safe on disk. Cheap: for every step."""
+        """The newest step in a committed checkpoint. Cheap enough to be called in every step."""
         return None
 
     def protect_newest(self) -> None:
-        """The newest checkpoint, and the one being written, are kept beside those that are kept anyway. Cheap."""
+        """Keep the newest checkpoint, and a checkpoint being written, in addition to those kept anyway. Cheap."""
 
     def stop(self, step: int, reason: str, leave_together: Callable[[], None]) -> None:
         """Leave the process with code 75, now that the state after ``step`` is being saved.
 
-        ``leave_together`` is called when the save has ended; it returns once all ranks have called it.
+        ``leave_together`` is called when the save has ended, and returns once all ranks have called it.
         """
 
     def leave_stopped(self, step: int, reason: str) -> NoReturn:
-        """Leave the process with code 75: ``step``, the last one, is saved. The leader says so. Not collective."""
+        """Leave the process with code 75, since the last ``step`` is saved; the leader says so. Not collective."""
         raise AssertionError("no step is saved")
 
     def close(self) -> None:
-        """The last save has ended."""
+        """Wait for the end of the last save."""
 
     def has(self, step: int) -> bool:
-        """After `close`: nothing is missing of what was to be saved of a run that ends after ``step``."""
+        """Whether ``step``, after which the run ends, is saved, or no saves were asked for; called after `close`."""
         return True
 
     def leave_without(self, step: int) -> NoReturn:
@@ -103,7 +103,7 @@ class RunCheckpointer:
         raise AssertionError("nothing was to be saved")
 
     def go_back(self, step: int) -> None:
-        """What came after ``step`` may be wrong: a resume goes on from there, or before. Collective."""
+        """Set aside checkpoints after ``step``, which may be wrong, so that no resume uses them. Collective."""
 
     def abandon(self) -> None:
         """A rank failed: stop waiting for parts of other ranks. Not collective."""
@@ -118,14 +118,14 @@ class DirectoryCheckpointer(RunCheckpointer):
     def __init__(self, checkpoints: Checkpoints, say: Say, end: JobDeadline) -> None:
         self._checkpoints: Final = checkpoints
         self._say: Final = say
-        self._end: Final = end  # gets to know how long a save takes
+        self._end: Final = end  # is told the duration of each save
         self._began_s: float | None = None  # the save whose end was not seen yet
         self.resumed: Identity | None = None
-        self._said: set[str] = set()  # of what differs from it
+        self._said: set[str] = set()  # texts of differences from `resumed`
         self._ended: Outcome | None = None  # how the last save ended
         self.saved_step: int | None = None
         self.resumed_from: LeftBehind | None = None
-        self._resumed_at: Saved | None = None  # the checkpoint, if it was one
+        self._resumed_at: Saved | None = None  # the resumed checkpoint; None: another state
 
     def resume(
         self, *, asked: bool, fresh: bool, back_to: str | None = None, left: LeftBehind | None = None
@@ -133,8 +133,8 @@ class DirectoryCheckpointer(RunCheckpointer):
         """See `RunCheckpointer.resume`. With ``fresh``, earlier checkpoints are set aside and kept.
 
         Raises:
-            SettingError: if there is one and it was not asked for: to go on with it, or to overwrite it, is the
-                user's choice. Also for a ``back_to`` that is not there.
+            SettingError: if there is a checkpoint and no resume was asked for: to go on or to start over is the user's
+                choice. Also for a ``back_to`` without a checkpoint.
         """
         if fresh and (aside := self._checkpoints.archive()) is not None:
             self._say(f"starting over; the earlier checkpoints are in {aside}")
@@ -167,7 +167,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         return tree
 
     def _lacks_best(self, tree: StateTree) -> bool:
-        """Whether the rank died while the checkpoint of the best step was written, which only an older one makes again.
+        """Whether the best step's checkpoint is missing, since a rank died during its save.
 
         Collective.
         """
@@ -196,13 +196,13 @@ class DirectoryCheckpointer(RunCheckpointer):
         """See `RunCheckpointer.compare`.
 
         Raises:
-            CheckpointError: if the steps would hold other samples than those of the run that saved, or an optimizer is
-                of another class.
+            CheckpointError: if steps would hold other samples than in the run that saved, or an optimizer is of another
+                class.
         """
         before = self.resumed or identity
         for name, (global_batch, micro_batch) in identity.get("sizes", {}).items():
             was_global, was_micro = before["sizes"].get(name, (global_batch, micro_batch))
-            # What is opened within the outer loop, and so named by +, may have other sizes in its next turn.
+            # A loader opened within the outer loop, named by +, may have other sizes in the next turn.
             if (was_global, was_micro) == (global_batch, micro_batch) or (
                 name.startswith("+") and name not in within_pass
             ):
@@ -238,7 +238,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @property
     def differs(self) -> bool:
-        """Whether something that the bits depend on has changed since the checkpoint, which was said."""
+        """Whether a change since the checkpoint on which bits depend has been reported."""
         return bool(self._said)
 
     @override
@@ -281,7 +281,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
         Raises:
             SystemExit: with code 75, once the checkpoint is committed.
-            CheckpointError: if it could not be.
+            CheckpointError: if the checkpoint could not be committed.
         """
         self._checkpoints.wait()
         leave_together()
@@ -291,7 +291,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @override
     def leave_stopped(self, step: int, reason: str) -> NoReturn:
-        # The launcher gives the command, where there is one, or goes on by itself.
+        # A launcher prints the command itself, or resumes by itself.
         again = "" if RUN_DIR in os.environ else "; run it again with --resume to go on"
         self._say(f"stopped by {reason} at step {step}, which is saved{again}")
         raise SystemExit(EXIT_STOPPED)
@@ -305,7 +305,7 @@ class DirectoryCheckpointer(RunCheckpointer):
         return self._checkpoints.last_committed_step == step
 
     def leave_without(self, step: int) -> NoReturn:
-        """See `RunCheckpointer.leave_without`. The leader says what is missing, and a note on the exception does.
+        """See `RunCheckpointer.leave_without`. The leader and a note on the exception say which step is missing.
 
         Raises:
             SystemExit: with code 74.

@@ -46,12 +46,12 @@ from lockstep.world import World
 
 
 class TrainingPlan:
-    """How the steps of the pass are divided; what the strategy asks while it reduces."""
+    """The division of a pass's steps into micro-batches, which the strategy asks for while it reduces."""
 
     def __init__(self) -> None:
         self.plan: BatchPlan | None = None
         self.sizes: dict[str, list[int]] = {}  #: global batch and micro-batch of each loader that was trained on
-        self.samples: dict[str, int | None] = {}  #: of an epoch of each of them
+        self.samples: dict[str, int | None] = {}  #: of an epoch of each such loader
 
     def micro_batches_of(self, rank: int, micro_batches: int) -> range:
         """The micro-batches that ``rank`` computes in a step of ``micro_batches``."""
@@ -65,7 +65,7 @@ _runs_of_script: Final[dict[str, int]] = {}
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """What the parts of a run share, from its beginning to its end."""
+    """The objects and settings that the parts of a run share, from its beginning to its end."""
 
     resolved: ResolvedSettings
     world: World
@@ -80,7 +80,7 @@ class RunContext:
     plan: TrainingPlan
     strategy: Strategy
     share: ReplicaAssignment
-    directory: str | None  #: of the run or of its checkpoints; None: the run has neither, or leaves nothing
+    directory: str | None  #: of the run or of its checkpoints; None: the run has no directory, or saves nothing
     checkpointer: RunCheckpointer
     warnings: RankWarnings
     stop_requests: StopRequests
@@ -94,29 +94,29 @@ class RunContext:
     inputs: SharedInputs
     emergency: Emergency
     profiler: StepProfiler | None  #: None: no steps are recorded
-    measure: MeasureRequest | None  #: what a benchmark wants to know; None: this is no benchmark's run
-    transcript: TranscriptRequest | None  #: what is written down to be compared with other runs; None: nothing is
+    measure: MeasureRequest | None  #: what a benchmark measures; None: this is no run of a benchmark
+    transcript: TranscriptRequest | None  #: what is recorded to be compared with other runs; None: nothing
 
     @property
     def settings(self) -> Settings:
-        """The values, without where they came from."""
+        """The values of the settings, without their sources."""
         return self.resolved.values
 
 
 def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunContext:
-    """Find out who this process is, choose the device, connect to the other ranks. Collective.
+    """Find out this process's rank, choose the device, connect to the other ranks. Collective.
 
-    ``env`` gets the rank variables that every launcher's scripts know.
+    The rank variables that scripts of any launcher know are added to ``env``.
 
     Raises:
-        UsageError: if this process is one that the script has spawned, and is importing the script for it.
+        UsageError: if the script has spawned this process, which is importing the script.
         SettingError: for a value that cannot be used here.
         WorldError: if the environment describes no world, or the ranks do not meet.
         MismatchError: if the ranks have different settings.
     """
     _refuse_child_import()
     if (trial := current_trial()) is not None and trial.repeat:
-        # The same for all trials that are repeated, so that luck is shared among those that are compared.
+        # Repeats of all trials have the same seeds, so that compared trials share their luck.
         seed = seed_of(resolved.values.seed, "repeat", trial.repeat)
         resolved = replace(resolved, values=replace(resolved.values, seed=seed))
     settings = resolved.values
@@ -156,17 +156,17 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
     home = world.run_dir or settings.checkpoint
     measure = MeasureRequest.from_text(env[MEASURE]) if env.get(MEASURE) else None
     transcript = TranscriptRequest.from_text(env[TRANSCRIPT]) if env.get(TRANSCRIPT) else None
-    # What is measured or compared is thrown away: nothing of it is saved or logged, and nothing is resumed.
+    # A measured or compared run is thrown away: such a run saves, logs and resumes nothing.
     is_kept = measure is None and (transcript is None or transcript.saves)
     directory = home if is_kept else None
     checkpointer = (
         _open_checkpointer(settings, world, job, group, strategy, reporter, deadline) if is_kept else RunCheckpointer()
     )
-    # What a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
+    # The state that a dead rank's survivors leave may be of another trial: a trial goes on from its own checkpoint.
     has_emergency = is_kept and current_trial() is None
     notes = has_emergency and writes_emergency(env, settings, group, strategy)
     metrics = PassMetrics(counts=share.counts, recent=settings.log_every is not None, notes=notes, alike=share.in_step)
-    # A script's second run is asked to stop where its first one is.
+    # The stop file of a script's second run is that of its first run.
     of_script = job.run_dir is not None and current_trial() is None and is_kept
     stop_requests = StopRequests(Path((job.run_dir if of_script else directory) or ".", STOP_FILE), deadline)
     if of_script:
@@ -212,7 +212,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
 
 
 def _prepare_device(settings: Settings, world: World, marker: ProgressMarker) -> tuple[torch.device, int]:
-    """This rank's device and number of CPU threads; torch is set to both."""
+    """Choose this rank's device and number of CPU threads, and set torch to both."""
     device = _choose_device(world, settings.rehearse)
     threads = _choose_threads(settings, device)
     torch.set_num_threads(threads)
@@ -222,9 +222,9 @@ def _prepare_device(settings: Settings, world: World, marker: ProgressMarker) ->
 
 
 def _world_of_run(job: World, trial: CurrentTrial | None) -> World:
-    """The ``job`` with a directory for this run alone, as a script or a trial may open several, one after another.
+    """The world of ``job``, with a directory for this run alone: a script or trial may open several runs in turn.
 
-    In a search the attempts of a trial are what generations are to other runs.
+    In a search, the number of a trial's attempt takes the place of the generation.
     """
     if trial is not None:
         directory = directory_of_run(trial.directory, len(trial.reports_of_runs))
@@ -239,7 +239,7 @@ def _world_of_run(job: World, trial: CurrentTrial | None) -> World:
 
 
 def _refuse_child_import() -> None:
-    """A process that is started by spawn first imports the script, all of whose top level then runs once more."""
+    """Refuse to open a run in a spawned process, which imports the script and so runs its top level again."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "this process was spawned by the script and imports it, which would open the run once more: put what opens "
@@ -248,7 +248,7 @@ def _refuse_child_import() -> None:
 
 
 def cpus_of_this_rank() -> int:
-    """This rank's part of the CPUs that the job may keep busy on this node."""
+    """The number of CPUs for this rank, of those that the job may use on this node."""
     cpu_max = Path("/sys/fs/cgroup/cpu.max")
     return allotted_cpus(
         os.environ,
@@ -281,7 +281,7 @@ def _open_checkpointer(
     reporter: ProgressReporter,
     deadline: JobDeadline,
 ) -> RunCheckpointer:
-    # Trials never share a directory, whatever the script says.
+    # Trials never share a directory, even if the script gives one.
     given = None if current_trial() is not None else settings.checkpoint
     root = given or (world.run_dir and Path(world.run_dir, CHECKPOINTS))
     if root:
@@ -312,7 +312,7 @@ def _open_checkpointer(
 def _choose_threads(settings: Settings, device: torch.device) -> int:
     if settings.threads is not None:
         return settings.threads
-    # On a CPU the bits depend on the threads of a rank, so their number must not depend on the number of ranks.
+    # On a CPU the bits depend on the threads of a rank, whose number must not depend on the number of ranks.
     if device.type == "cpu" and settings.reduction == "exact":
         return 1
     return cpus_of_this_rank()
@@ -327,7 +327,7 @@ def _choose_device(world: World, rehearse: bool) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     devices = torch.cuda.device_count()
-    # Where a scheduler shows each task one GPU only, that one is number 0 for all of them.
+    # Where a scheduler shows each task only one GPU, this GPU is number 0 for each task.
     index = 0 if devices == 1 else world.local_rank
     if _share_gpus(world, rehearse):
         index %= devices

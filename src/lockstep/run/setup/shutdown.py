@@ -1,4 +1,4 @@
-"""The end of a run: what is not saved yet is saved, everything is closed, and an error says what it can."""
+"""The end of a run: the last step is saved, all parts are closed, and an error gets notes with advice."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _RESUMED_AT_END: Final = (
     "no micro-batch left, and variables of the script are what they were before the loop. The means of "
     "run.measure(...) are in run.metrics there, and objects given to run.keep(...) are restored"
 )
-#: What a call of a module goes through.
+#: Names of the functions that a call of a module goes through.
 _CALLS = ("forward", "__call__", "_wrapped_call_impl", "_call_impl")
 # torchrun looks for a failing rank's error here, and reports it as the root cause.
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Shutdown:
-    """Closes a run, well or after an error."""
+    """Closes a run, at its normal end or after an error."""
 
     def __init__(
         self,
@@ -67,21 +67,21 @@ class Shutdown:
         self._end_of_step: Final = end_of_step
         self._position: Final = context.position
         self._log: Final = log
-        self._end_open_pass: Final = end_open_pass  # of a script that goes through it by `next`
+        self._end_open_pass: Final = end_open_pass  # of a script that reads the pass by `next`
         self._save_stop: Final = context.save_stop
         self._measurement: Final = measurement
         self._closed = False
         self._process: Final = os.getpid()
 
     def close(self, error: BaseException | None) -> None:
-        """See `Run.close` and `Run.__exit__`; in a process that the script has forked, which is no rank, nothing."""
+        """See `Run.close` and `Run.__exit__`; does nothing in a process forked by the script, which is no rank."""
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
         forget(self.close)
         context = self._context
-        # sys.exit() without a complaint is an end like any other.
-        # At the end of a script the exit by which the run was stopped is not known.
+        # sys.exit() without a complaint is an end like any other. At the end of a script, the SystemExit by which the
+        # run was stopped is not known.
         ends_well = not (self._end_of_step.stopped or self._start.stopped) and (
             error is None or (isinstance(error, SystemExit) and not error.code)
         )
@@ -113,7 +113,7 @@ class Shutdown:
                 self._train_step.transcript.close()
             is_stopped = error is None or isinstance(error, SystemExit)
             self._log.close("ended" if ends_well else "stopped" if is_stopped else "failed")
-            # After an error, a GPU may wait for what never comes.
+            # After an error, a GPU may wait for a collective that never ends.
             waits = error is None or type(error) in (SystemExit, TrialStopped) or context.device.type == "cpu"
             if waits and context.profiler is not None:
                 context.profiler.close(failed=error is not None)
@@ -130,7 +130,7 @@ class Shutdown:
             context.marker.set_step(-1)
 
     def _leave_state(self, error: BaseException) -> None:
-        """If another rank is gone: the next generation goes on from what this one still holds."""
+        """Leave this rank's state for the next generation, if another rank is gone."""
         if self._train_step.current is not None:
             self._train_step.leave()
         phase = self._context.marker.set_phase("save")
@@ -140,7 +140,7 @@ class Shutdown:
     def _finish(self) -> None:
         checkpointer, step = self._context.checkpointer, self._position.progress.step
         if self._start.done:
-            self._position.note("taken_up")  # to be gone on with, if the script leaves `epochs` and the run in it
+            self._position.note("taken_up")  # a resume goes on, if the script leaves `epochs` and the run in it
             if not self._position.ended and any(one.stopped for one in self._state.early_stopping.values()):
                 self._position.ended = True
                 self._end_of_step.note_end()
@@ -155,7 +155,7 @@ class Shutdown:
         self._end_of_step.show("unsaved" if missing else "done")
         self._save_stop.final_barrier()
         if missing:
-            self._context.reporter.close()  # what is missing is the last line
+            self._context.reporter.close()  # the line about the missing checkpoint comes last
             checkpointer.leave_without(step)
 
     def _report(self, error: BaseException | None) -> None:
@@ -168,7 +168,7 @@ class Shutdown:
         if isinstance(error, KeyboardInterrupt):
             step, saved = self._position.progress.step, self._context.checkpointer.committed_step()
             if saved == step and (reason := self._context.stop_requests.reason()):
-                self._end_of_step.show("stopped")  # the launcher learns of it, too
+                self._end_of_step.show("stopped")  # the launcher reads this state, too
                 self._context.checkpointer.leave_stopped(step, reason)
             self._context.reporter.say(
                 f"interrupted at step {step}; " + ("nothing is saved" if saved is None else f"saved: step {saved}")
@@ -192,7 +192,7 @@ class Shutdown:
             write_torchelastic_error(error, os.environ)
 
     def _advise(self, error: torch.OutOfMemoryError) -> None:
-        """``error`` says, too, which settings would fit."""
+        """Add advice to ``error``: the settings that would fit into memory."""
         plan, device = self._context.plan.plan, self._context.device
         if plan is None or device.type != "cuda":
             return
@@ -211,12 +211,12 @@ class Shutdown:
 
 
 def method_of(error: BaseException, models: Sequence[nn.Module]) -> str:
-    """Such as ``VAE.decode``: the outermost method of one of ``models`` in the traceback; "" if it was called whole."""
+    """The outermost method of one of ``models`` in the traceback, such as ``VAE.decode``; "" for a forward pass."""
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_name
         if name in _CALLS and isinstance(trace.tb_frame.f_locals.get("self"), nn.Module):
-            return ""  # what comes is within a forward pass, such as a hook
+            return ""  # further frames are within a forward pass, such as a hook
         model = _model_of(trace.tb_frame, models)
         if model is not None:
             return trace.tb_frame.f_code.co_qualname.replace("<locals>.", "")
@@ -230,10 +230,10 @@ def _model_of(frame: FrameType, models: Sequence[nn.Module]) -> nn.Module | None
 
 
 def write_torchelastic_error(error: BaseException, env: Mapping[str, str], now_s: float | None = None) -> None:
-    """Write ``error`` where torchrun looks for it, unless something is there; nothing under other launchers.
+    """Write ``error`` to the file that torchrun reads, unless the file exists; does nothing under other launchers.
 
-    torchrun takes the error of the earliest second for the cause, and of those the lowest rank's. An error which only
-    says that another rank is gone is therefore dated to the second after.
+    torchrun takes the error of the earliest second for the cause, and of several such errors the lowest rank's. An
+    error that only says that another rank is gone is therefore dated one second later.
     """
     path = env.get(_ERROR_FILE)
     if not path or Path(path).exists():
@@ -251,7 +251,7 @@ def write_torchelastic_error(error: BaseException, env: Mapping[str, str], now_s
 
 
 def silence_interrupt() -> None:
-    """An interrupt that the script does not catch prints no traceback; the exit code says it."""
+    """Print no traceback of an interrupt that the script does not catch, since the exit code tells of it."""
     before = sys.excepthook
 
     def print_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

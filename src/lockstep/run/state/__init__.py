@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and where each part of it comes from.
+"""The content of a run's checkpoint, and the source of each part.
 
     snapshot ◄── registered      models, optimizers, schedulers, by the order in which the script gave them;
              │     │                         buffers of models that are not the run's, such as a teacher's
@@ -8,5 +8,5 @@
              ├── user_values     what the script names in run.keep; kept_variables: its variables that hold these
              └── carried_state   what a micro-batch hands to the next one, as the hidden state of a recurrent model
 
-`whole_models` takes models out of a run, wherever their parts lie.
+`whole_models` exports models from a run, whichever ranks hold their parts.
 """

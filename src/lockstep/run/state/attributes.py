@@ -1,11 +1,11 @@
-"""Plain attributes of modules and optimizers that change while a run is trained: no state_dict has them.
+"""Plain attributes of modules and optimizers that change in training and are in no state_dict.
 
 model.dropout.p *= 0.5          between two epochs, by the script     in the checkpoint, by its name
 self.t += 1                     in an optimizer's step()              in the checkpoint, by its name
 self.aux = loss                 in a forward pass                     computed anew in each body: not state
 self.config.depth = 3           within another object                 not seen
 
-What differs from the value that it had when the training began is stored, and only what a checkpoint can hold.
+An attribute is stored if its value differs from that at the beginning of the training and a checkpoint can hold it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lockstep.run.source.reachable import mark_of
 from lockstep.run.state.user_values import restored
 from lockstep.strategies import LossStrategy, ReplicatedLayout, ServerStrategy, Strategy
 
-_LARGEST_BYTES: Final = 1 << 20  # of a module's tensor: larger ones are caches, or belong into a buffer
+_LARGEST_BYTES: Final = 1 << 20  # of a module's tensor: larger tensors are caches, or belong into a buffer
 _DEPTH: Final = 4  # of lists within lists
 _MOST_ITEMS: Final = 2000
 _PLAIN: Final = (bool, int, float, str, bytes, type(None))
@@ -36,7 +36,7 @@ Values = dict[str, Any]
 
 
 class Attributes:
-    """Of one module or optimizer.
+    """The attributes of a module or optimizer.
 
     Args:
         owner: the object.
@@ -51,24 +51,24 @@ class Attributes:
         self._plain_first: Final = {n: v for n, v in self._values() if type(v) in _PLAIN}
         self.kind: Final = type(owner).__name__
         self.is_torchs: Final = is_module and type(owner).__module__.startswith("torch.nn.modules.")
-        self._of_bodies: set[str] = set()  # those that the loop's body sets before its step
+        self._of_bodies: set[str] = set()  # attributes that the loop's body sets before its step
 
     def marks(self) -> Values:
-        """What differs, by name, if an attribute changes. Waits for no GPU."""
+        """Marks of all attributes, by name; a mark differs if its attribute changes. Waits for no GPU."""
         return {name: mark for name, value in self._values() if (mark := _mark(value, _DEPTH)) is not None}
 
     def note_of_body(self, before: Values) -> None:
-        """What differs from ``before`` has changed in a body before its step: it is no state of the run."""
+        """Note attributes that differ from ``before``: the body changes them before its step, so they are no state."""
         now = self.marks()
         changed = {name for name in now.keys() | before.keys() if now.get(name) != before.get(name)}
-        # The forward passes of torch's own modules set none: what changes there the script sets.
+        # The forward passes of torch's own modules set no attributes: any change is the script's.
         self._of_bodies |= {name for name in changed if not (self.is_torchs and type(self._of(name)) in _PLAIN)}
 
     def _of(self, name: str) -> object:
         return vars(self._owner).get(name)
 
     def changed(self) -> Values:
-        """The attributes that differ from what they were when the training began, by name."""
+        """The attributes that have changed since the training began, by name."""
         now = self.marks()
         return {
             name: value
@@ -77,10 +77,10 @@ class Attributes:
         }
 
     def require_as_traced(self) -> None:
-        """Check that the numbers that the forward pass uses are those with which it was traced.
+        """Check that the numbers in the forward pass are those with which the pass was traced.
 
         Raises:
-            UsageError: if one has changed.
+            UsageError: if a number has changed.
         """
         for name, value in self.changed().items():
             if type(value) in _PLAIN:
@@ -91,16 +91,16 @@ class Attributes:
                 )
 
     def state(self) -> Values:
-        """What a checkpoint holds of them: nothing, if a module has changed ones that it cannot hold.
+        """The changed attributes for a checkpoint; empty if a checkpoint cannot hold one of them.
 
-        A module with one of these has a cache, of which a part would be worse than nothing.
+        A module with such an attribute has a cache, of which a part would be worse than nothing.
         """
         changed = self.changed()
         limit = _LARGEST_BYTES if self._is_module else None
         return changed if all(is_storable(value, limit) for value in changed.values()) else {}
 
     def load(self, state: Mapping[str, object], device: torch.device) -> None:
-        """They are what `state` gave, and numbers that it does not have are what they were first."""
+        """Set the attributes in ``state``, and reset other numbers to their values as the training began."""
         held = vars(self._owner)
         for name, value in self._plain_first.items():
             if name in held and name not in state and name not in self._of_bodies and type(held[name]) in _PLAIN:
@@ -114,7 +114,7 @@ class Attributes:
 
 
 class RunAttributes:
-    """Of all models, kept modules and optimizers of a run, as they are when the training begins."""
+    """The attributes of all models, kept modules and optimizers of a run, from the beginning of the training."""
 
     def __init__(
         self,
@@ -130,30 +130,30 @@ class RunAttributes:
         self._optimizers: Final = {
             str(place): Attributes(optimizer, is_module=False)
             for place, optimizer in enumerate(optimizers)
-            # One with a state_dict of its own says itself what its state is.
+            # An optimizer with its own state_dict method defines its state itself.
             if type(optimizer).state_dict is torch.optim.Optimizer.state_dict
         }
         self._before_body: list[Values] | None = None
 
     def begin_body(self) -> None:
-        """A body begins that is looked at."""
+        """Begin a body whose changes are examined."""
         self._before_body = [attributes.marks() for attributes in self._modules.values()]
 
     def end_of_body(self) -> None:
-        """The body has come to its step."""
+        """End the examination, as the body has come to its step."""
         before, self._before_body = self._before_body, None
         for attributes, was in zip(self._modules.values(), before or (), strict=False):
             attributes.note_of_body(was)
 
     def state(self) -> StateTree:
-        """What a checkpoint holds. On ranks that hold other parts of a model it may be something else."""
+        """The attributes for a checkpoint, which may differ between ranks that hold different parts of a model."""
         return {
             kind: {name: values for name, one in of_kind.items() if (values := one.state())}
             for kind, of_kind in (("modules", self._modules), ("optimizers", self._optimizers))
         }
 
     def plain(self, *, of_all: bool) -> dict[str, object]:
-        """The plain values among what has changed of modules, by name: of torch's own, or ``of_all``."""
+        """The plain values among the changed attributes of torch's own modules, or ``of_all`` modules, by name."""
         return {
             f"{path_of(*name.split(':'))}.{attribute}": value
             for name, one in self._modules.items()
@@ -163,13 +163,13 @@ class RunAttributes:
         }
 
     def load(self, state: SavedTree) -> None:
-        """Put `state` back."""
+        """Restore the attributes of `state`."""
         for kind, of_kind in (("modules", self._modules), ("optimizers", self._optimizers)):
             for name, one in of_kind.items():
                 one.load(state.get(kind, {}).get(name, {}), self._device)
 
     def require_storable(self, strategy: Strategy) -> None:
-        """Check that a checkpoint can hold what has changed of optimizers beside their state, and a pipeline use it.
+        """Check that a checkpoint can hold changed attributes of optimizers, and that a pipeline needs none of modules.
 
         Raises:
             UsageError: if not.
@@ -189,7 +189,7 @@ class RunAttributes:
 
 
 def path_of(root: str, name: str) -> str:
-    """What the user calls the module ``name`` within a model, whose number ``root`` is, or within what is kept so."""
+    """The user's name of module ``name`` within the model number ``root``, or within the module kept as ``root``."""
     return f"{f'models.{root}' if root.isdigit() else f'keep({root}=...)'}{'.' * bool(name)}{name}"
 
 
@@ -217,22 +217,22 @@ def is_storable(value: object, limit_bytes: int | None = None) -> bool:
 
 
 def _mark(value: object, depth: int) -> object:
-    """What differs if ``value`` changes; None for an object that is not looked into."""
+    """A mark that differs if ``value`` changes; None for an object that is not examined."""
     if type(value) in _HOLDERS:
         if not depth or len(value) > _MOST_ITEMS:  # type: ignore[arg-type]
             return None
         items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
         return type(value), [(key if type(key) in _PLAIN else id(key), _mark(item, depth - 1)) for key, item in items]
     if isinstance(value, torch.Tensor) and value.requires_grad:
-        return None  # a parameter, or of a graph
+        return None  # a parameter, or a tensor of a graph
     return mark_of(value)
 
 
 @cache
 def _of_optimizers() -> frozenset[str]:
-    """The attributes of every optimizer, with those of torch's schedulers and loss scaling.
+    """The names of attributes of every optimizer, including those of torch's schedulers and loss scaling.
 
-    Asked late: to make an optimizer imports much of torch.
+    Called late, since making an optimizer imports much of torch.
     """
     of_all = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
     return frozenset((*of_all, "step", "_opt_called", "_step_count", "grad_scale", "found_inf"))

@@ -1,7 +1,7 @@
-"""What the script carries from one step to the next, such as the hidden state of a recurrent model.
+"""State that the script carries from step to step, such as the hidden state of a recurrent model.
 
 step            1   2   3   ...
-micro-batch 0   a ► a ► a ►          what was carried at a place of the step comes back at the same place,
+micro-batch 0   a ► a ► a ►          state carried at a place of the step comes back at the same place,
 micro-batch 1   b ► b ► b ►          whichever rank computes it then: in a short step, after a resume on
 micro-batch 2   c ► c ► c ►          another number of ranks
 """
@@ -26,19 +26,20 @@ _NOT_HERE: Final = (
 
 
 class CarriedState(MutableMapping[str, Any]):
-    """In the loop's body: a dict for the place of the current micro-batch; outside of it, only `clear` works.
+    """In the loop's body, a dict for the place of the current micro-batch; outside of the body, only `clear` works.
 
-    Values are tensors, plain values, and dicts, lists and tuples of them. They are saved, and follow the place to the
-    rank that computes it. Tensors should be detached. All ranks use it alike, in each body or in none.
+    Values are tensors, plain values, and dicts, lists and tuples of these. Values are saved, and follow their place to
+    the rank that computes it. Tensors should be detached. All ranks must use the dict in the same way, in each body or
+    in none.
     """
 
     def __init__(self, group: Group, runs: Runs, *, has_server_ranks: bool) -> None:
         self._group: Final = group
         self._runs: Final = runs
-        self._has_server_ranks: Final = has_server_ranks  # some ranks have no body, and others have the same one
+        self._has_server_ranks: Final = has_server_ranks  # some ranks have no body, or share one
         self._by_index: dict[int, StateTree] = {}  # of this rank, by the micro-batch's index in its step
-        self._written: dict[int, StateTree] = {}  # in the step that is not done yet
-        self._of = 0  # micro-batches of the step for which places lie where they are
+        self._written: dict[int, StateTree] = {}  # in the current step
+        self._of = 0  # micro-batches of the step for which places were distributed
         self._current: StateTree | None = None
         self._used = False
 
@@ -58,13 +59,13 @@ class CarriedState(MutableMapping[str, Any]):
         return len(self._in_body())
 
     def clear(self) -> None:
-        """In the body: nothing is carried on from this micro-batch; outside of it: from none. Collective."""
+        """Drop the state of the current micro-batch; outside of the body, of all micro-batches. Collective."""
         if self._current is not None:
             self._current.clear()
         self._by_index = {} if self._current is None else self._by_index
 
     def micro_batch_begins(self, position: MicroBatchPosition) -> None:
-        """The micro-batch at ``position`` is handed to the user. Collective, where the script carries something."""
+        """Begin the micro-batch at ``position``. Collective if the script carries state."""
         if self._used and position.of != self._of:
             self._move(position.of)
         self._of = position.of
@@ -79,28 +80,28 @@ class CarriedState(MutableMapping[str, Any]):
 
     @property
     def is_used(self) -> bool:
-        """Whether the script carries anything."""
+        """Whether the script carries state."""
         return self._used
 
     @property
     def current(self) -> Mapping[str, object]:
-        """What the current micro-batch carries to the next step so far; empty outside of the body."""
+        """The state that the current micro-batch carries to the next step so far; empty outside of the body."""
         return {} if self._current is None or not self._used else self._current
 
     def step_is_done(self) -> None:
-        """What the bodies of the step have written is carried on."""
+        """Carry on the state that the bodies of the step have written."""
         self._by_index |= self._written
         self._written = {}
         self._current = None
 
     def forget_step(self) -> None:
-        """The step is discarded, with what its bodies have written."""
+        """Discard the state that the bodies of the discarded step have written."""
         self._written = {}
         self._current = None
 
     @contextlib.contextmanager
     def out_of_reach(self) -> Iterator[None]:
-        """A context in which there is no body: an evaluation inside of one is not a place to carry from."""
+        """A context without carried state, for an evaluation inside of a body."""
         current, self._current = self._current, None
         try:
             yield
@@ -108,7 +109,7 @@ class CarriedState(MutableMapping[str, Any]):
             self._current = current
 
     def state(self) -> StateTree:
-        """What is carried at each place; `TensorShard` for tensors. Collective."""
+        """The carried state at each place; `TensorShard` for tensors. Collective."""
         if not self._group.sum_int(int(self._used), "whether something is carried"):
             return {}
         outlines = {index: as_absent_shards(held) for index, held in self._by_index.items()}
@@ -118,15 +119,15 @@ class CarriedState(MutableMapping[str, Any]):
         return {"places": {str(index): (state | own)[index] for index in sorted(state)}}
 
     def own_state(self) -> StateTree:
-        """What this rank carries at the places that it has; asks no other rank."""
+        """The carried state of this rank's places; asks no other rank."""
         own = {str(index): self._by_index[index] for index in sorted(self._by_index)}
         return {"places": own} if self._used else {}
 
     def load(self, state: SavedTree) -> None:
-        """Go on from `state`, whose tensors are whole; the leader has all places, until the first step.
+        """Load a ``state`` of `state` with whole tensors; the leader has all places, until the first step.
 
         Raises:
-            UsageError: on all ranks, if something was carried and cannot be here.
+            UsageError: on all ranks, if state was carried, which this strategy does not support.
         """
         if self._has_server_ranks and any(state.get("places", {}).values()):
             raise UsageError(f"the checkpoint holds what the script carried. {_NOT_HERE}")
@@ -147,10 +148,10 @@ class CarriedState(MutableMapping[str, Any]):
         return self._current
 
     def _move(self, of: int) -> None:
-        """Places go to the ranks that compute them in a step of so many micro-batches. Collective."""
+        """Move each place to the rank that computes it in a step of ``of`` micro-batches. Collective."""
         on_cpu = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), self._by_index)
         by_rank = self._group.gather_objects(on_cpu, "what is carried to a step of another size")
-        # In a short step some places are not computed: they wait on the rank that had them.
+        # In a short step some places are not computed, and stay on their rank.
         waiting = {index: held for index, held in self._by_index.items() if index >= of}
         self._by_index = waiting | self._computed_here(
             {index: held for values in by_rank for index, held in values.items()}, of

@@ -1,7 +1,7 @@
-"""The script's variables that hold what is kept: found where one was bound to another object, which nobody keeps.
+"""The script's variables that hold kept values, checked for being bound to other objects, which are not saved.
 
 run.keep(queue=queue)
-queue = torch.cat([queue, new])[-16:]       another tensor; the one that is saved stays as it was
+queue = torch.cat([queue, new])[-16:]       another tensor; the saved tensor stays unchanged
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ _IMMUTABLE: Final = (bool, int, float, str, bytes, tuple, type(None))
 
 
 class _Variable(NamedTuple):
-    text: str  #: as the script writes it
-    now: Callable[[FrameType], object]  #: what it is bound to, for somebody who is called from that frame
+    text: str  #: the variable as the script writes it
+    now: Callable[[FrameType], object]  #: gives the object that it is bound to, seen from a frame
     was: object
-    marks: object  #: of the kept value then
+    marks: object  #: of the kept value at that time
 
 
 class KeptVariables:
-    """Of one run."""
+    """The script's variables that hold the kept values of a run."""
 
     def __init__(self, kept: Mapping[str, Stateful]) -> None:
         self._kept: Final = kept
         self._variables: Final[dict[str, _Variable]] = {}
 
     def note(self, name: str, frame: FrameType | None) -> None:
-        """The script has called `Run.keep` in ``frame``, or outward of it: which variable holds what is kept there."""
+        """Note the variable that holds a kept value, as the script calls `Run.keep` in ``frame`` or an outer frame."""
         kept = self._kept[name]
         found = _find(name, kept.value, frame) if isinstance(kept, PlainValue) else None
         if found is not None:
             self._variables[name] = _Variable(*found, exposed_value(kept), _marks(kept))
 
     def restored(self) -> None:
-        """Kept values were put back: a variable that is bound to another object since `note` is none of these."""
+        """Take new marks of kept values, which were restored, and so have changed without the script."""
         for name, variable in self._variables.items():
             self._variables[name] = variable._replace(marks=_marks(self._kept[name]))
 
     def require_bound(self, frame: FrameType) -> None:
-        """Check that variables are bound to what they were, or that something else changes what is kept.
+        """Check that each variable is bound to its object from before, or that the kept value has changed, too.
 
         Raises:
-            UsageError: if one is not.
+            UsageError: if a variable is bound to a new object and the kept value is unchanged.
         """
         for name, variable in self._variables.items():
             kept, now = self._kept[name], variable.now(frame)
@@ -72,12 +72,12 @@ class KeptVariables:
 
 
 def exposed_value(kept: Stateful) -> object:
-    """What is kept by itself; None for an object with a state of its own."""
+    """The kept plain value; None for an object with a state of its own."""
     return kept.value if isinstance(kept, PlainValue) else None
 
 
 def _find(name: str, value: object, frame: FrameType | None) -> tuple[str, Callable[[FrameType], object]] | None:
-    """The variable that holds ``value``, of the same name, or of any if no other value is the same object."""
+    """The variable that holds ``value``: the variable ``name``, or for a mutable value any other variable."""
     for script in script_frames(frame):
         variables = variables_of(script)
         names = [name, *variables] if type(value) not in _IMMUTABLE else [name]

@@ -36,15 +36,15 @@ from lockstep.strategies import StateLayout, Strategy, sparse_parameters
 
 
 class State:
-    """The objects of a run: models, optimizers, schedulers, and what the user wants kept."""
+    """The objects of a run: models, optimizers, schedulers, and objects that the user keeps."""
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        # Of each, as they were when it was registered: a forward pass may leave gathered ones in place of divided ones.
+        # Of each model, from its registration: a forward pass may leave gathered parameters in place of divided ones.
         self.parameters: list[tuple[nn.Parameter, ...]] = []
         self.known_parameters: set[nn.Parameter] = set()  # of models, now or before
-        self.learning: frozenset[nn.Parameter] = frozenset()  # those that learnt when their model was registered
-        self.sparse: set[nn.Parameter] = set()  # those whose gradients are sparse
+        self.learning: frozenset[nn.Parameter] = frozenset()  # trainable when their model was registered
+        self.sparse: set[nn.Parameter] = set()  # parameters whose gradients are sparse
         self.buffers: list[tuple[str, torch.Tensor]] = []  # of all models, with their names
         self.optimizers: list[torch.optim.Optimizer] = []
         self.with_closure = False  #: whether the run's only optimizer computes losses through a closure
@@ -64,7 +64,7 @@ class State:
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
     def add_model(self, model: nn.Module) -> None:
-        """``model`` is trained."""
+        """Add ``model``, which is trained."""
         self.models.append(model)
         self.parameters.append(tuple(model.parameters()))
         self.known_parameters.update(model.parameters())
@@ -80,10 +80,10 @@ class State:
         return [buffer for each in self._transient for buffer in each.registered()]
 
     def require_same_dtypes(self) -> None:
-        """Check that models compute with the numbers that they had when they were registered.
+        """Check that the dtypes of models are unchanged since their registration.
 
         Raises:
-            UsageError: if one was converted since.
+            UsageError: if a model was converted.
         """
         for model, dtypes in zip(self.models, self._dtypes, strict=True):
             for name, dtype in _dtypes(model).items():
@@ -94,10 +94,10 @@ class State:
                     )
 
     def require_same_names(self) -> None:
-        """Check that parameters are called what they were called when the training began.
+        """Check that the names of parameters are those from the beginning of the training.
 
         Raises:
-            UsageError: if one is not, so that no resumed script could load it.
+            UsageError: if a name has changed, so that no resumed script could load the parameter.
         """
         for model, names in zip(self.models, self._names, strict=False):
             now = {name for name, _ in model.named_parameters()}
@@ -111,7 +111,7 @@ class State:
                 )
 
     def rescan(self) -> None:
-        """Modules may have been replaced or added since: which parameters and buffers the models have now."""
+        """Find the present parameters and buffers of the models, whose modules may have been replaced or added."""
         self.parameters = [tuple(model.parameters()) for model in self.models]
         self.known_parameters.update(p for parameters in self.parameters for p in parameters)
         self.sparse = {p for model in self.models for p in sparse_parameters(model)}
@@ -126,14 +126,14 @@ class State:
         return f"a parameter of shape {tuple(parameter.shape)}"
 
     def numbered(self, name: str, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-        """``name`` for what is measured of the step of ``optimizers``: with the first one's number, if not of all."""
+        """``name`` for a value of the step of ``optimizers``, with the first optimizer's number unless all step."""
         return name if len(optimizers) == len(self.optimizers) else f"{name}_{self.optimizers.index(optimizers[0])}"
 
     def keep(self, name: str, value: object, frame: FrameType | None = None) -> None:
-        """Save ``value`` under ``name``; the script is in ``frame``, or outward of it.
+        """Save ``value`` under ``name``; the script is in ``frame`` or an outer frame.
 
         Raises:
-            UsageError: if it cannot be saved, or the name is taken.
+            UsageError: if the value cannot be saved, or the name is taken.
         """
         if name in self.kept:
             raise UsageError(f"keep({name}=...): something is kept under that name already; give it another")
@@ -144,10 +144,10 @@ class State:
         self._kept_variables.note(name, frame)
 
     def require_kept(self, frame: FrameType) -> None:
-        """Check that what the script wants kept is what is saved.
+        """Check that the saved values are those that the script means to keep.
 
         Raises:
-            UsageError: if a value cannot be saved, or the script has another object now in its variable.
+            UsageError: if a value cannot be saved, or the script's variable now holds another object.
         """
         for kept in self.kept.values():
             if isinstance(kept, PlainValue):
@@ -155,21 +155,20 @@ class State:
         self._kept_variables.require_bound(frame)
 
     def look_for_schedulers(self, frame: FrameType) -> None:
-        """Find those that the script steps itself, where it has called the run in ``frame``."""
+        """Find the schedulers that the script steps itself, seen from ``frame``, which called the run."""
         self.unregistered.look(frame, self.optimizers, [*(s.scheduler for s in self.schedulers), *self.kept.values()])
 
     def note_attributes(self, device: torch.device) -> None:
-        """The training begins: attributes that differ from now on are state."""
+        """Note the attributes with which the training begins; attributes that change later are state."""
         kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
         self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
         self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
 
     def settings_of_modules(self, *, attributes_of_all: bool) -> dict[str, object]:
-        """What modules of models, and kept ones, are set to, by name: whether they train, and attributes that changed.
+        """The settings of modules of models and kept modules, by name: training modes, and changed attributes.
 
-        Of modules that are not torch's own a body may have set attributes to what they tell of its samples. Whether it
-        does is known where bodies have just been looked at: only then are they to be asked for, by
-        ``attributes_of_all``.
+        In modules that are not torch's own, a body may set attributes that depend on its samples. Such attributes are
+        known only after bodies were examined: only then may ``attributes_of_all`` be true.
         """
         kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
         roots = {str(number): model for number, model in enumerate(self.models)} | kept
@@ -183,7 +182,7 @@ class State:
         return found
 
     def tree(self, layout: StateLayout) -> StateTree:
-        """The state of every object, of models and optimizers as ``layout`` gives it. Collective where that is."""
+        """The state of every object; of models and optimizers by ``layout``. Collective if ``layout`` is."""
         return {
             "models": [layout.model_state(m) for m in self.models],
             "about_models": [SavedModel.of(m).tree() for m in self.models],
@@ -201,26 +200,26 @@ class State:
         }
 
     def load_models(self, tree: SavedTree, strategy: Strategy) -> None:
-        """Of `tree`, put back only what models hold: parameters and buffers. Collective.
+        """Restore only the parameters and buffers of models from a ``tree``, see `tree`. Collective.
 
         Raises:
-            CheckpointError: if the script made other models than the one that saved.
+            CheckpointError: if the script made other models than the script that saved.
         """
         _load_all("models", self.models, tree["models"], strategy.state_layout.load_model)
 
     def load(self, tree: SavedTree, strategy: Strategy) -> list[str]:
-        """Put `tree` back. Collective.
+        """Restore all objects from a ``tree``, see `tree`. Collective.
 
         Returns:
-            The parameters that learn, or do not, and the modules that are in training mode, or not, as they were when
-            it was saved and not as the script has just said.
+            The parameters whose ``requires_grad``, and the modules whose training mode, differed between script and
+            checkpoint; both now have the checkpoint's values.
 
         Raises:
-            CheckpointError: if the script made other objects than the one that saved, or one of them does not fit.
+            CheckpointError: if the script made other objects than the script that saved, or an object does not fit.
         """
         self.load_models(tree, strategy)
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
-        # Of models and optimizers, a strategy reads what this rank needs; the rest is small.
+        # Of models and optimizers, a strategy reads only this rank's part; other state is small.
         tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
         _load_all("schedulers", [s.scheduler for s in self.schedulers], tree["schedulers"], _load)
         self.unregistered.load(tree.get("unregistered_schedulers", {}))
@@ -284,9 +283,9 @@ def _names(names: Iterable[str]) -> str:
 
 
 class TransientBuffers:
-    """The buffers of ``module`` that are in no state_dict, those with ``persistent=False``.
+    """The buffers of ``module`` with ``persistent=False``, which are in no state_dict.
 
-    Most hold constants; a checkpoint takes those that have changed since the module was registered.
+    Most such buffers hold constants; a checkpoint holds those that have changed since the module was registered.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -294,16 +293,16 @@ class TransientBuffers:
         self._before: Final = {name: int(checksum(buffer)) for name, buffer in self._buffers().items()}
 
     def registered(self) -> list[torch.Tensor]:
-        """Those that the module had when it was registered; asks no other rank, as a ``state_dict()`` may."""
+        """The transient buffers from the module's registration; asks no other rank, unlike a ``state_dict()``."""
         return [buffer for name, buffer in self._module.named_buffers() if name in self._before]
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Those that have changed, by name. Waits for the GPU."""
+        """The changed transient buffers, by name. Waits for the GPU."""
         now = self._buffers()
         return {name: b.detach() for name, b in now.items() if int(checksum(b)) != self._before.get(name)}
 
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put `state` back."""
+        """Restore the buffers of `state`."""
         buffers = self._buffers()
         with torch.no_grad():
             for name, value in state.items():
@@ -314,7 +313,7 @@ class TransientBuffers:
         return {
             name: buffer
             for name, buffer in self._module.named_buffers()
-            if id(buffer) not in persistent and not buffer.is_meta  # those of another rank's stage
+            if id(buffer) not in persistent and not buffer.is_meta  # not those of another rank's stage
         }
 
 

@@ -16,23 +16,23 @@ from lockstep.run.source.reachable import find, look, script_roots
 
 
 class RegisteredScheduler:
-    """``scheduler``, which nobody else is to step."""
+    """A ``scheduler`` that only the run may step."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler: Final = scheduler
-        self._counts: list[Any] | None = None  # after the last step; None: before the first, when it may be set by hand
+        self._counts: list[Any] | None = None  # after the last step; None: before the first, when the script may set it
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Whose options it sets."""
+        """The optimizer whose options the scheduler sets."""
         optimizer: torch.optim.Optimizer = self.scheduler.optimizer
         return optimizer
 
     def step(self) -> None:
-        """Make a step.
+        """Step the scheduler.
 
         Raises:
-            UsageError: if the script has stepped the scheduler since the last one.
+            UsageError: if the script has stepped the scheduler since the last step.
         """
         if self._counts is not None and (counts := self._count()) != self._counts:
             was, now = next((was, now) for was, now in zip(self._counts, counts, strict=True) if was != now)
@@ -46,7 +46,7 @@ class RegisteredScheduler:
         self._counts = self._count()
 
     def _count(self) -> list[object]:
-        """How often it has stepped, and those that it is made of, as `SequentialLR` is."""
+        """The step counts of the scheduler and of its inner schedulers, as in `SequentialLR`."""
         return [
             getattr(one, "last_epoch", None) for one in (self.scheduler, *getattr(self.scheduler, "_schedulers", ()))
         ]
@@ -55,12 +55,12 @@ class RegisteredScheduler:
 class UnregisteredSchedulers:
     """Schedulers of a run's optimizers that the script steps, and has given neither to `Run.scheduler` nor to `keep`.
 
-    They are known by the script's variables: ``scheduler``, ``self.warmup``.
+    Schedulers are identified by the script's variables, such as ``scheduler`` or ``self.warmup``.
     """
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[LRScheduler, object]] = {}  # with what its state was when it was found
-        self._waiting: StateTree = {}  # saved states of those that the script has not made yet
+        self._found: dict[str, tuple[LRScheduler, object]] = {}  # with the marks of the state when it was found
+        self._waiting: StateTree = {}  # saved states of schedulers that the script has not made yet
 
     def look(
         self,
@@ -68,7 +68,7 @@ class UnregisteredSchedulers:
         optimizers: Collection[torch.optim.Optimizer],
         known: Collection[object],
     ) -> None:
-        """Look for those that the script has in ``frame`` and outward of it, but for the ``known`` ones."""
+        """Find the script's schedulers in ``frame`` and outer frames, except the ``known`` ones."""
         found = find(script_roots(frame), LRScheduler)
         outer = [*found.values(), *known]
         skip = {id(one) for each in outer for one in getattr(each, "_schedulers", ())} | {id(one) for one in known}
@@ -81,11 +81,11 @@ class UnregisteredSchedulers:
                     scheduler.load_state_dict(self._waiting.pop(name))
 
     def state(self) -> StateTree:
-        """The states of those that have changed since they were found."""
+        """The states of schedulers that have changed since they were found."""
         return {name: one.state_dict() for name, (one, first) in self._found.items() if _marks(one) != first}
 
     def load(self, state: SavedTree) -> None:
-        """Put `state` back, also into those that the script makes later."""
+        """Restore schedulers from ``state``, also schedulers that the script makes later."""
         for name, saved in state.items():
             if name in self._found:
                 self._found[name][0].load_state_dict(saved)
@@ -101,7 +101,7 @@ def check_scheduler(scheduler: Any) -> None:
     """Check that ``scheduler`` can be stepped once after each step.
 
     Raises:
-        UsageError: for one whose ``step`` needs an argument, such as a metric.
+        UsageError: for a scheduler whose ``step`` needs an argument, such as a metric.
     """
     step = inspect.signature(type(scheduler).step)
     required = [

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, gathered from its parts and put back into them."""
+"""The content of a run's checkpoint, gathered from the parts of the run and restored to them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lockstep.strategy_kinds import split
 
 
 class RunSnapshot:
-    """The state of a whole run, the same for any number of ranks."""
+    """The state of a whole run, equal for any number of ranks."""
 
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
@@ -31,10 +31,10 @@ class RunSnapshot:
         self._strategy_name: Final = split(context.settings.strategy)[0]
         self._divergence: Final = DivergenceCheck(context.group)
         self._marks_of_taken: object = None
-        self._left: dict[str, object] = {}  # how modules were as the last loop was left, until ranks compare it
+        self._left: dict[str, object] = {}  # settings of modules as the last loop was left, until ranks compare them
 
     def take(self) -> StateTree:
-        """What to save; equal on all ranks. Collective.
+        """The state to be saved, equal on all ranks. Collective.
 
         Raises:
             MismatchError: if ranks hold different values.
@@ -52,12 +52,12 @@ class RunSnapshot:
         return tree
 
     def changed_since_taken(self) -> bool:
-        """Whether the script has changed, on any rank, what `take` gave last; False if it gave nothing. Collective."""
+        """Whether the script has changed the state since the last `take`, on any rank; False before any. Collective."""
         changed = self._marks_of_taken is not None and tree_marks(self.objects()) != self._marks_of_taken
         return any(self._context.group.gather_objects(changed, "whether there is something to save"))
 
     def take_own(self, part: StatePart) -> StateTree:
-        """The same as far as it lies on this rank, where a step has ended, but for what is measured.
+        """This rank's part of the state after a step, without measured values.
 
         Asks no other rank.
         """
@@ -65,17 +65,17 @@ class RunSnapshot:
         return self._state.tree(part.layout) | common
 
     def take_shared(self, part: StatePart) -> StateTree:
-        """`take_own`, if the ranks with the same part hold all of it.
+        """The result of `take_own`, if ranks with the same part number hold equal states.
 
         Raises:
-            CheckpointError: if the script carries something, of which each rank has a part.
+            CheckpointError: if the script carries state, of which each rank has a part.
         """
         if self._carried.is_used:
             raise CheckpointError("what the script carries from step to step lies on all ranks, each with a part")
         return self.take_own(part)
 
     def _common(self) -> StateTree:
-        """What is the same on all ranks beside the state of objects."""
+        """The state outside of objects, equal on all ranks."""
         position = self._position
         return {
             "strategy": (self._strategy_name, self._context.strategy.state_dict()),
@@ -93,13 +93,13 @@ class RunSnapshot:
         }
 
     def compare_ranks(self, *, looked_at: bool = True) -> None:
-        """Check that ranks that should hold the same values do, after a step. Collective.
+        """Check that ranks hold equal values after a step, where the strategy keeps them equal. Collective.
 
         Args:
-            looked_at: whether the bodies of the step were looked at: attributes of all modules are compared, too.
+            looked_at: whether the bodies of the step were examined: then attributes of all modules are compared, too.
 
         Raises:
-            MismatchError: if they do not.
+            MismatchError: if values differ.
             UsageError: if numbers have other formats than when the training began.
         """
         self._context.kernels.require_formats()
@@ -107,18 +107,19 @@ class RunSnapshot:
             self._compare(self.objects(), attributes_of_all=looked_at)
 
     def note_modules(self) -> None:
-        """A loop over micro-batches is left: ranks compare next how their modules were then. Asks no other rank.
+        """Note the settings of modules as a loop over micro-batches is left, to be compared later. Asks no other rank.
 
-        The next pass sets their modes anew, and so does an evaluation.
+        The next pass or evaluation would set modes again.
         """
         if self._context.share.in_step and self._context.group.size > 1:
             modules = self._modules(attributes_of_all=False)
             self._left = {f"{name}, as the loop over run.train(...) was left,": v for name, v in modules.items()}
 
     def compare_models(self) -> None:
-        """Check that ranks are about to evaluate the same models and kept modules, where each holds them whole.
+        """Check that models and kept modules are equal on all ranks before an evaluation, if ranks hold them whole.
 
-        Between two steps the script may have changed them on one rank, and the next step would hide it. Collective.
+        Between two steps the script may have changed a model on one rank, and the next step would hide the change.
+        Collective.
 
         Raises:
             MismatchError: if they do not.
@@ -135,7 +136,7 @@ class RunSnapshot:
             self._divergence.compare(tree, self._position.progress.step, modules=self._take_left())
 
     def restore(self, tree: SavedTree) -> list[str]:
-        """Put back what `take` gave, but for the position; see `State.load`. Collective."""
+        """Restore the state of a ``tree`` from `take`, but for the position; see `State.load`. Collective."""
         context = self._context
         changed = self._state.load(tree, context.strategy)
         saved_by, saved_state = tree.get("strategy", ("", {}))
@@ -147,19 +148,19 @@ class RunSnapshot:
         recent, leads = bool(context.settings.log_every), context.group.leads
         self._metrics.train.load(tree["measures"], here=leads)
         self._metrics.recent.load(tree["recent"] if recent else {}, here=leads)
-        self._metrics.load_norms(tree.get("norms", {}))  # what was saved before norms were measured has none
+        self._metrics.load_norms(tree.get("norms", {}))  # checkpoints of older versions have no norms
         self._carried.load(tree["carry"])
         self._position.metrics = dict(tree["metrics"])
         self._position.measured_at = dict(tree["measured_at"])
         self._position.best.load(tree["best"])
-        self._position.reports = tree.get("reports", 0)  # what was saved before there were any has none
+        self._position.reports = tree.get("reports", 0)  # checkpoints of older versions have no reports
         for name, one in self._state.early_stopping.items():
             if name in tree["early_stopping"]:
                 one.load_state_dict(tree["early_stopping"][name])
         return changed
 
     def restore_position(self, tree: SavedTree) -> bool:
-        """After `restore`: put back how far the run was; whether that is within a turn of the outer loop."""
+        """Restore the position, after `restore`; returns whether it is within a turn of the outer loop."""
         position = self._position
         position.progress = Progress.from_dict(tree["progress"])
         position.passes.load(tree["passes"])
@@ -170,14 +171,14 @@ class RunSnapshot:
         return position.within_turn and not position.ended
 
     def restore_evaluations(self, tree: SavedTree) -> None:
-        """Put back how many evaluations came since the last step, but for those that a resumed script repeats."""
+        """Restore the number of evaluations since the last step, without those that a resumed script repeats."""
         self._position.evaluations = self._position.evaluations_done = tree["evaluations"]
 
     def _compare(self, tree: StateTree, *, attributes_of_all: bool = False) -> None:
         self._context.kernels.require_formats()
-        # Tensors in a module's attributes may tell of this rank's samples, such as the last ones that it has seen.
+        # Tensors in a module's attributes may depend on this rank's samples, such as the last samples.
         shared = {name: value for name, value in tree.items() if name != "attributes"}
-        # Between two passes the script may do with modules on one rank what it likes, such as draw a picture.
+        # Between two passes the script may change modules on one rank, such as to draw a picture.
         modules = self._modules(attributes_of_all=attributes_of_all) if self._metrics.inside == "train" else {}
         self._divergence.compare(
             shared,
@@ -187,7 +188,7 @@ class RunSnapshot:
         )
 
     def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
-        """What modules are set to, by name, where it is to be the same on all ranks."""
+        """The settings of modules, by name, where they must be equal on all ranks."""
         strategy = self._context.strategy
         if not self._context.share.in_step or isinstance(strategy, ServerStrategy | LossStrategy):
             return {}
@@ -198,15 +199,15 @@ class RunSnapshot:
         return left
 
     def objects(self) -> StateTree:
-        """The state of models, optimizers, schedulers and of what is kept. Collective."""
+        """The state of models, optimizers, schedulers and kept objects. Collective."""
         context = self._context
         if self._state.attributes is not None:
             self._state.attributes.require_storable(context.strategy)
         tree = self._state.tree(context.strategy.state_layout)
         of_leader = ["attributes", "unregistered_schedulers"]
         if isinstance(context.strategy, ServerStrategy) or not context.share.in_step:
-            # On ranks that serve, the script's own objects have not moved; on ranks that step by themselves, each has
-            # moved otherwise. A checkpoint holds the leader's, not a mixture.
+            # On server ranks, the script's own objects have not changed; on ranks that step separately, changes differ.
+            # A checkpoint holds the leader's objects, not a mixture.
             of_leader += ["kept", "kept_values", "kept_transient", "transient"]
         if context.group.size > 1:
             kept = {name: tree[name] for name in of_leader}

@@ -1,4 +1,4 @@
-"""Training and evaluation modes of modules: the run calls `train()` and `eval()` as a loop by hand does.
+"""Training and evaluation modes of modules: the run calls `train()` and `eval()` as a hand-written loop does.
 
 run.train(...)       model.train()         a module's own train(mode) sees it: a frozen BatchNorm, weights to be merged
                      bn.eval()             what the script has set to eval since the run's last call stays so
@@ -19,27 +19,28 @@ Modes = dict[nn.Module, bool]
 
 
 class TrainingModes:
-    """The modes of all modules within ``root``, a model of the run or a module that is kept."""
+    """The modes of all modules within ``root``, a model of the run or a kept module."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root: Final = root
-        self._set: Modes = {}  # after the run's last call; a module that is not in it was in training mode
-        self._frozen: set[nn.Module] = set()  # those that the script has set to eval
+        self._set: Modes = {}  # after the run's last call; a missing module was in training mode
+        self._frozen: set[nn.Module] = set()  # modules that the script has set to eval
 
     def begin_pass(self) -> None:
-        """The root is in training mode, as are its modules but for those that the script has set to eval.
+        """Set the root and its modules to training mode, except modules that the script has set to eval.
 
-        And for those that the root's own ``train()`` has set to eval. Where the root is in evaluation mode, none stays.
+        Modules that the root's own ``train()`` sets to eval are also excepted. If the root is in evaluation mode, no
+        module that the script has set to eval stays so.
         """
         frozen = self._frozen_now() if self._root.training else set()
         self._root.train()
-        # A module that the root's own train() has set to eval stays so as long as that says it.
+        # A module that the root's own train() sets to eval stays so as long as train() sets it.
         self._frozen = {module for module in frozen if module.training}
         self._set = _of(self._root) | dict.fromkeys(self._frozen, False)
         _restore(self._root, self._set)
 
     def state(self) -> StateTree:
-        """What a checkpoint holds: the names of modules that are in evaluation mode, and of those set so by the script.
+        """The names of modules in evaluation mode, and of those that the script has set to eval, for a checkpoint.
 
         Plain values.
         """
@@ -48,7 +49,7 @@ class TrainingModes:
         return {"eval": list(names), "frozen": [name for name, module in names.items() if module in frozen]}
 
     def load(self, state: SavedTree) -> list[str]:
-        """Set all modes as `state` says; returns the modules that were otherwise, if the root was not."""
+        """Set all modes by ``state``; returns the modules whose mode has changed, if the root's has not."""
         modules = dict(self._root.named_modules())
         modes = {module: name not in state["eval"] for name, module in modules.items()}
         odd = [name for name, module in modules.items() if module.training != modes[module]]
@@ -71,17 +72,17 @@ def modes_of(roots: Iterable[nn.Module]) -> list[tuple[nn.Module, Modes]]:
 
 
 def restore(root: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
-    """All modules within ``root`` are in these ``modes``; ``train(mode)`` of the root is called in any case."""
+    """Set all modules within ``root`` to ``modes``; ``train(mode)`` of the root is called in any case."""
     root.train(modes[root])
     _restore(root, modes)
 
 
 def _restore(root: nn.Module, modes: Mapping[nn.Module, bool]) -> None:
-    for module in root.modules():  # the outer ones first, as each sets those within
+    for module in root.modules():  # outer modules first, since each sets its inner modules
         wanted = modes.get(module, module.training)
         if module.training != wanted:
             module.train(wanted)
-            module.training = wanted  # whatever its own train() makes of it
+            module.training = wanted  # whatever the module's own train() has set
 
 
 def _of(root: nn.Module) -> Modes:

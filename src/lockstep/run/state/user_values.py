@@ -1,4 +1,4 @@
-"""What the script wants kept beside models and optimizers: objects with a state of their own, and plain values.
+"""Kept values beside models and optimizers: objects with a state of their own, and plain values.
 
 run.keep(ema=ema)                 saved and restored through its state_dict and load_state_dict
 run.keep(history=[], scores={})   restored in place: the script's own list or dict holds what was saved
@@ -22,22 +22,22 @@ _DICTS = (dict, OrderedDict, Counter)
 
 
 class Stateful(Protocol):
-    """An object that `Run.keep` takes through its own state."""
+    """An object that `Run.keep` saves by the object's own methods."""
 
     def state_dict(self) -> object:
-        """What to save."""
+        """The state to be saved."""
         ...
 
     def load_state_dict(self, state: Any, /) -> object:
-        """Go on from what was saved."""
+        """Restore the saved state."""
         ...
 
 
 class PlainValue:
-    """A number, text, tensor, list, tuple or dict that is kept.
+    """A kept number, text, tensor, list, tuple or dict.
 
     Raises:
-        UsageError: for a value that cannot be saved, by its place.
+        UsageError: for a value that cannot be saved, naming its place.
     """
 
     def __init__(self, name: str, value: object) -> None:
@@ -46,24 +46,24 @@ class PlainValue:
         self.replace(value)
 
     def replace(self, value: object) -> None:
-        """``value`` is kept from now on.
+        """Keep ``value`` from now on.
 
         Raises:
-            UsageError: if it cannot be saved.
+            UsageError: if the value cannot be saved.
         """
         _check(value, self._name)
         self.value = value
 
     def state_dict(self) -> object:
         """The value; lists and dicts are copies."""
-        _check(self.value, self._name)  # what a list holds now is not what it held when it was given
+        _check(self.value, self._name)  # the items of a list may have changed since it was given
         return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, self.value)
 
     def load_state_dict(self, state: object, /) -> None:
-        """The value is ``state``: lists, dicts and tensors become that in place.
+        """Set the value to ``state``; lists, dicts and tensors are changed in place.
 
         Raises:
-            TypeError: if one of the two is a list, dict or tensor and the other another kind of value.
+            TypeError: if value and state are of different kinds, and one is a list, dict or tensor.
             RuntimeError: if tensors have other shapes.
         """
         for kind in (list, _DICTS, torch.Tensor):
@@ -75,11 +75,11 @@ class PlainValue:
 
 
 class Kept:
-    """What `Run.keep` was given, by name as attributes: ``run.kept.best``. A plain value may be set; it is then saved.
+    """The objects given to `Run.keep`, as attributes: ``run.kept.best``. A plain value may be set, and is then saved.
 
     Raises:
-        AttributeError: for a name under which nothing is kept.
-        UsageError: where an object with a state of its own, or what cannot be saved, is set.
+        AttributeError: for a name without a kept object.
+        UsageError: for setting an object with a state of its own, or a value that cannot be saved.
     """
 
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
@@ -121,7 +121,7 @@ def as_stateful(name: str, value: object) -> Stateful:
 
 
 def exposed(kept: Stateful) -> object:
-    """What the script knows ``kept`` as."""
+    """The object that the script has given for ``kept``."""
     return kept.value if isinstance(kept, PlainValue) else kept
 
 
@@ -145,7 +145,7 @@ def _check(value: object, path: str) -> None:
 
 
 def restored(here: object, saved: object) -> object:
-    """``saved``, in what the script holds already wherever that can change in place."""
+    """The value ``saved``, written into the script's list, dict or tensor ``here`` where possible in place."""
     if isinstance(here, dict) and isinstance(saved, dict):
         new = {key: restored(here.get(key), value) for key, value in saved.items()}
         here.clear()

@@ -1,4 +1,4 @@
-"""Whole models out of a run, wherever their parts lie: in the leader's memory, or in a file."""
+"""Whole models, gathered from all ranks, in the leader's memory or in a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lockstep.strategies import ServerStrategy
 
 
 class WholeModels:
-    """Gathers the models of a run, and those that are kept, on the leader."""
+    """Gathers the models and kept modules of a run on the leader."""
 
     def __init__(self, context: RunContext, train_step: TrainStep) -> None:
         self._context: Final = context
@@ -39,7 +39,7 @@ class WholeModels:
         self._train_step: Final = train_step
 
     def state_dict(self, model: nn.Module) -> StateTree:
-        """The whole state of ``model`` on the leader, as copies on the CPU, and an empty one elsewhere. Collective."""
+        """The whole state of ``model`` on the leader, as copies on the CPU; empty on other ranks. Collective."""
         state = self._parts(model, "state_dict")
         items = gather_on_leader(self._context.group, state)
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in items}
@@ -51,9 +51,9 @@ class WholeModels:
             SettingError: on all ranks, if the file cannot be written or cannot hold such a model.
         """
         if self._context.measure is not None:
-            return  # nothing of a run that is measured is kept: a few steps must not take a trained model's place
+            return  # a measured run saves nothing: a model after a few steps must not replace a trained one
         parts, group, out = self._parts(model, "save"), self._context.group, Path(path)
-        # The widest elements first, so that each tensor can be mapped into memory as it is.
+        # The widest elements first, so that each tensor is aligned and can be mapped into memory.
         state = dict(sorted(parts.items(), key=lambda named: -_spec(*named).element))
         specs = [_spec(name, value) for name, value in state.items()]
         kind, refused = "", ""
@@ -82,13 +82,13 @@ class WholeModels:
                 write_beside(out, SavedModel.of(model.module if averages else model).files)
         except OSError as error:
             failed = f"{type(error).__name__}: {error}"
-        for _ in items:  # what the leader does not take any more the others send all the same
+        for _ in items:  # other ranks send the rest, which the leader must receive and drop
             pass
         if failed := group.broadcast_object(failed, "how the writing of a model ended"):
             raise CheckpointError(f"{out} was not written: {failed}; what was there before still is")
 
     def _parts(self, model: nn.Module, method: str) -> StateTree:
-        """The state of ``model``, with a `TensorShard` for what ranks hold together. Collective.
+        """The state of ``model``, with a `TensorShard` for each divided tensor. Collective.
 
         Raises:
             UsageError: for a model that the run does not know, or in the middle of a step.
@@ -134,7 +134,7 @@ class _Spec:
 
     name: str
     tensor: FileTensor
-    element: int  #: bytes of an element; 0: it is no tensor
+    element: int  #: bytes of an element; 0: the item is no tensor
 
 
 def _spec(name: str, value: object) -> _Spec:

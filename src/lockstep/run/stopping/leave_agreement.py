@@ -1,4 +1,4 @@
-"""Ranks leave a loop, and the run, after the same step: where one of them does not, it is told at once, with its line.
+"""The agreement of ranks to leave a loop, and the run, after the same step; a rank that does not is reported at once.
 
     rank 1, main thread    leaves the loop of run.train after step 7, and calls the run again
                            says so in the store, and gathers from all ranks where they stand
@@ -6,7 +6,7 @@
     rank 0, a thread       sees that its rank is past what rank 1 has left, and takes part in its place
     rank 1, main thread    UsageError, with the lines of both; its end is what wakes rank 0
 
-Where all ranks leave alike, that is one exchange over the CPU. A step costs one assignment.
+If all ranks leave after the same step, the agreement is one exchange over the CPU. A step costs one assignment.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLOSE_S: Final = 2.0  # to wait for a thread whose peers do not answer
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """What a rank did after ``step`` steps, in words, and the user's line."""
+    """The action of a rank after ``step`` steps, in words, and the user's line."""
 
     did: str
     step: int
@@ -42,11 +42,11 @@ class Leave:
 
 
 class LeaveAgreement:
-    """Of one rank; with one rank alone, nothing happens.
+    """The agreement on one rank; does nothing in a world of one rank.
 
     Args:
         group: all ranks.
-        agrees: whether its ranks make the same calls; servers leave by themselves.
+        agrees: whether the ranks make the same calls; with servers, ranks leave separately.
     """
 
     def __init__(self, group: Group, *, agrees: bool) -> None:
@@ -61,14 +61,14 @@ class LeaveAgreement:
         self._closing: Final = threading.Event()
         self._thread: threading.Thread | None = None
         self._joins = False  # whether the thread takes part in the place of the main thread
-        self._parted = ""  # as the thread has learned
+        self._parted = ""  # the error text that the thread has learned
 
     def open(self) -> None:
         """The training begins, in this thread."""
         if self._agrees:
             self._main, self._main_task = threading.get_ident(), threading.get_native_id()
-            # Connected here and not by the thread: a loader process that is forked while another thread connects
-            # inherits locks of the C library that nobody opens again.
+            # Connected here, not by the thread: a loader process that is forked while another thread connects inherits
+            # locks of the C library that are never released.
             store = self._group.store("leaves")
             self._thread = threading.Thread(
                 target=self._watch, args=(store,), name="lockstep leave agreement", daemon=True
@@ -88,8 +88,8 @@ class LeaveAgreement:
     def leave(self, did: str, step: int, error: BaseException | None = None) -> None:
         """This rank ``did``, in words, leave a loop or the run after ``step`` steps, by ``error`` or where it is now.
 
-        The ranks agree on it at the run's next call, where that may fail: the rank may also be on its way out with an
-        error of its own, and then it must not wait for others.
+        The ranks agree at the run's next call, which may fail: the rank may also be ending with an error of its own,
+        and then it must not wait for others.
         """
         if self._agrees:
             self._left = Leave(did, step, _user_line(error))
@@ -100,8 +100,8 @@ class LeaveAgreement:
         Takes about 1 ms.
 
         Raises:
-            UsageError: with the lines of the ranks, if they have parted ways.
-            PeerLost: if one of them is gone.
+            UsageError: with the lines of the ranks, if ranks left after different steps.
+            PeerLost: if a rank is gone.
         """
         leave, self._left = self._left, None
         if leave is None or self._closing.is_set():
@@ -112,7 +112,7 @@ class LeaveAgreement:
         self._store.set(str(number), f"{leave.step} rank {self._group.rank} {_told(leave)}")
         try:
             parted = _parted(self._gather(leave))
-        except MismatchError:  # of the call in which the others are
+        except MismatchError:  # from the call in which the other ranks are
             parted = f"ranks have parted ways: rank {self._group.rank} {_told(leave)}, and not all ranks did"
         if parted:
             raise UsageError(
@@ -124,7 +124,7 @@ class LeaveAgreement:
         self._at = number + 1, step
 
     def explain(self, error: BaseException) -> str:
-        """What to say of ``error``: that a rank, this one or another, left where not all did; "" of others."""
+        """The note for ``error`` if some rank left a loop or the run where not all ranks did; else ""."""
         if self._joins and self._thread is not None:
             self._thread.join(_CLOSE_S)
         told = self._parted
@@ -141,7 +141,8 @@ class LeaveAgreement:
         try:
             at, quiet = self._at, 0
             while not self._closing.wait(_POLL_S):
-                # A rank that waits for others does not move, and its thread sleeps; else it is slow, on a busy machine.
+                # A rank that waits for others makes no progress, and its main thread sleeps; else the rank is slow, on
+                # a busy machine.
                 quiet = quiet + 1 if self._at == at and (self._spins or _sleeps(self._main_task)) else 0
                 at = self._at
                 if quiet < (_QUIET_POLLS_SPINNING if self._spins else _QUIET_POLLS) or not store.is_set(str(at[0])):
@@ -154,12 +155,12 @@ class LeaveAgreement:
                     self._parted = _parted(self._gather(Leave(_WENT_ON, at[1] - 1, place)))
                     return
         except (LockstepError, RuntimeError):
-            # The store or a rank is gone: the main thread meets that itself.
+            # The store or a rank is gone: the main thread gets this error itself.
             pass
 
 
 def _sleeps(task: int) -> bool:
-    """Whether a thread of this process waits for something, as far as the system says so."""
+    """Whether the thread ``task`` of this process sleeps; True if the system does not say."""
     state = text_of(Path(f"/proc/self/task/{task}/stat")).rpartition(")")[2].split()
     return not state or state[0] == "S"
 
@@ -180,7 +181,7 @@ def _told(leave: Leave) -> str:
 
 
 def _parted(leaves: list[Leave]) -> str:
-    """Who has done what; "" if all did the same after the same step."""
+    """The text about ranks that did different things; "" if all did the same after the same step."""
     if len({(leave.did, leave.step) for leave in leaves}) == 1:
         return ""
     ranks: dict[Leave, list[int]] = {}

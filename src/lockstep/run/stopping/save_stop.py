@@ -1,4 +1,4 @@
-"""When to save and when to stop, decided for all ranks at once.
+"""The decisions after each step to save or to stop, made for all ranks at once.
 
 A decision that depends on a clock, a signal or a file may differ between ranks. So ranks exchange their requests, over
 the CPU, after a step that they have agreed on as soon as there was a request (see `step_agreement`):
@@ -8,7 +8,7 @@ the CPU, after a step that they have agreed on as soon as there was a request (s
     agreed on        42               some milliseconds later, by threads
     decision             stop         all ranks, after the same step
 
-An evaluation has no steps in common; ranks agree at its end, and a rank that knows of a stop goes there at once.
+An evaluation has no common steps; ranks agree at its end, and a rank that knows of a stop goes to the end at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lockstep.settings import Interval
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What all ranks do after this step."""
+    """The decision of all ranks after a step."""
 
     save: bool = False
     stop: str | None = None  #: why
@@ -41,13 +41,13 @@ NOTHING: Final = Decision()
 
 
 class SaveStopController:
-    """Decides after each step, alike on every rank.
+    """Decides after each step, equally on every rank.
 
     Args:
         group: the ranks.
         interval: how often to save.
-        stop_reason: why this rank wants to stop, if it does; once it does, it always does. From any thread.
-        end: gets to know how long steps take.
+        stop_reason: gives the reason if this rank wants to stop, from then on always. May be called from any thread.
+        end: is told the duration of steps.
         now: the clock.
         peer_timeout_s: how long to wait for the other ranks.
     """
@@ -68,7 +68,7 @@ class SaveStopController:
         self._agreement: StepAgreement = StepAgreement(lambda: False, lambda: False)
 
     def open(self) -> None:
-        """Requests count from here on, and the leader's clock runs. Collective."""
+        """Begin to accept requests, and start the leader's clock. Collective."""
         self._stepped_at = self._saved_at = self._now()
         if self._group.size == 1:
             self._agreement = StepAgreement(self._wants_stop, self._is_due)
@@ -92,21 +92,21 @@ class SaveStopController:
         self._group.barrier("end of the run")
 
     def after_step(self, step: int) -> Decision:
-        """What to do now that ``step`` steps are done. Collective."""
+        """The decision after ``step`` steps. Collective."""
         now, interval = self._now(), self._interval
         self._end.step_took(now - self._stepped_at)
         self._stepped_at = now
         save = interval is not None and interval.unit == "step" and step % int(interval.every) == 0
         if self._agreement.due(step):
             decision = self._agree(save=save)
-            # Not after an agreement for another reason: the ranks would still meet after the step that was agreed on,
-            # and a new one must not come in between.
+            # Not after an exchange for another reason: ranks would still meet after the agreed step, and a new
+            # agreement must not come in between.
             self._agreement.met()
             return decision
         return Decision(save) if save else NOTHING
 
     def after_epoch(self, epochs: int) -> Decision:
-        """What to do now that ``epochs`` epochs are done. Collective."""
+        """The decision after ``epochs`` epochs. Collective."""
         interval = self._interval
         return Decision(interval is not None and interval.unit == "epoch" and epochs % int(interval.every) == 0)
 
@@ -115,7 +115,7 @@ class SaveStopController:
         return self._agreement.stop_pending()
 
     def after_evaluation(self) -> Decision:
-        """What to do now that all ranks are through with an evaluation, or have left it in a hurry. Collective."""
+        """The decision after all ranks have ended an evaluation, or left it early. Collective."""
         return self._agree(save=False)
 
     def saved(self) -> None:
@@ -126,7 +126,7 @@ class SaveStopController:
         own = (self._stop_reason(), self._is_due(), self.stop_pending())
         requests = self._group.gather_objects(own, "the save/stop agreement")
         reasons = [reason for reason, _, _ in requests if reason]
-        # A rank that has left an evaluation early must find that all stop.
+        # If a rank has left an evaluation early, the decision must be to stop.
         pending = "another rank" if any(stop_pending for _, _, stop_pending in requests) else None
         return Decision(save or requests[0][1], reasons[0] if reasons else pending)
 

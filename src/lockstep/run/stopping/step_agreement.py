@@ -1,15 +1,15 @@
 """The step after which all ranks exchange their requests to save or stop, agreed between them while they train.
 
-Ranks that reduce gradients together are never more than a step apart, but nobody knows which one is where. So threads
-agree over the store, with no collective and nothing that the device would have to wait for:
+Ranks that reduce gradients together are never more than a step apart, but no rank knows the others' step. So threads
+agree over the store, without a collective and without a wait of the device:
 
     rank 2, a thread      SIGTERM has set a flag        set "request"
     leader, a thread      sees it; is at step 40        set "step": 42 is proposed
     each rank, a thread   has not done 42 yet: "yes", and from then on its main thread waits there for the decision
-    leader, a thread      all said yes                  set "decision": "go"; one was past it: "no", try a later one
+    leader, a thread      all said yes                  set "decision": "go"; a rank was past it: "no", try a later step
     all, main thread      after step 42                 exchange their requests
 
-Without a request, a step costs one comparison, however long it takes.
+Without a request, a step costs one comparison.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _NEVER = 1 << 62
 
 
 class StepAgreement:
-    """When to exchange requests: this one is of one rank, which need not ask anyone.
+    """The agreement on the step of an exchange of requests. This class is for a single rank, which asks no other.
 
-    Each rank has one; `due` is called after the same steps on all.
+    Each rank has an agreement, whose `due` is called after the same steps on all ranks.
 
     Args:
-        wants_stop: whether this rank is to stop.
+        wants_stop: whether this rank must stop.
         wants_save: whether the leader wants to save.
     """
 
@@ -44,14 +44,14 @@ class StepAgreement:
         self._wants_stop, self._wants_save = wants_stop, wants_save
 
     def due(self, step: int) -> bool:
-        """Whether all ranks exchange requests after ``step``, which they have just done."""
+        """Whether all ranks exchange requests after ``step``, which was just made."""
         return self._wants_stop() or self._wants_save()
 
     def met(self) -> None:
         """All ranks have exchanged their requests."""
 
     def stop_pending(self) -> bool:
-        """Whether some rank wants to stop, as far as this one knows by now: what has no steps may be cut short."""
+        """Whether some rank wants to stop, as far as this rank knows; then work without steps may be cut short."""
         return self._wants_stop()
 
     def close(self) -> None:
@@ -59,15 +59,15 @@ class StepAgreement:
 
 
 class StoreAgreement(StepAgreement):
-    """For a rank among others.
+    """The agreement of a rank in a world of several.
 
     Args:
-        store: for the thread of this object alone.
-        rank: this one.
-        size: ranks that take part.
-        wants_stop: whether this rank is to stop; asked in the thread.
-        wants_save: whether the leader wants to save; asked in its thread.
-        peer_timeout_s: how long to wait for the leader's decision.
+        store: for this object's thread only.
+        rank: of this process.
+        size: number of ranks.
+        wants_stop: whether this rank must stop; called in the thread.
+        wants_save: whether the leader wants to save; called in its thread.
+        peer_timeout_s: timeout of the leader's decision.
     """
 
     def __init__(
@@ -86,21 +86,21 @@ class StoreAgreement(StepAgreement):
         self._peer_timeout_s: Final = peer_timeout_s
         self._changed = threading.Condition()
         self._done = 0  # steps
-        self._at = _NEVER  # after which step the main thread waits for the decision
+        self._at = _NEVER  # the step after which the main thread waits for the decision
         self._go = False  # the decision, once it is known
-        self._pending = False  # the leader's: a step is agreed on, and not done yet
+        self._pending = False  # on the leader: a step is agreed on, and not done yet
         self._stop_pending = False
         self._requested_in = -1  # the round in which this rank has asked for a stop
-        self._round = 0  # of the rounds of agreement before
+        self._round = 0  # number of rounds of agreement before
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lockstep save/stop agreement", daemon=True)
         self._thread.start()
 
     def due(self, step: int) -> bool:
-        """See `StepAgreement.due`. Waits for the leader's decision where this rank has agreed to a step.
+        """See `StepAgreement.due`. Waits for the leader's decision if this rank has agreed to a step.
 
         Raises:
-            PeerLost: if it does not come.
+            PeerLost: if no decision comes in time.
         """
         with self._changed:
             self._done = step
@@ -136,7 +136,7 @@ class StoreAgreement(StepAgreement):
                 else:
                     self._follow()
         except (LockstepError, RuntimeError):
-            # The store is gone, and with it the rank or launcher that kept it: the main thread meets that itself.
+            # The store is gone, with the rank or launcher that kept it: the main thread gets this error itself.
             pass
         finally:
             self._closing.set()
@@ -177,7 +177,7 @@ class StoreAgreement(StepAgreement):
         self._conclude(go=self._wait_for(self._key("decision")) == "go")
 
     def _agree_to(self, step: int) -> bool:
-        """The main thread will wait after ``step``, unless it has done it already. Whether it will."""
+        """Let the main thread wait after ``step``, unless this step is done already; returns whether it will wait."""
         with self._changed:
             if self._done >= step:
                 return False

@@ -1,11 +1,11 @@
-"""What a run is asked for from outside: by signals, by a file ``STOP``, by the end of the job that holds it.
+"""Requests from outside to stop a run: by signals, by a file ``STOP``, by the end of the scheduler's job.
 
     first signal           a flag, no more: the ranks agree on a step, save, and leave with 75
-    then Ctrl-C            KeyboardInterrupt where the program is: 130, and nothing more is saved
-    then Ctrl-C once more  the process is gone, wherever it is
+    then Ctrl-C            KeyboardInterrupt at the program's place: 130, without a further save
+    then Ctrl-C once more  the process is ended, wherever it is
 
-Only Ctrl-C insists, and a second SIGQUIT, which terminals send for Ctrl and a backslash. A scheduler that warns with
-SIGUSR1 and ends with SIGTERM must not cut off the save it warned of.
+Only Ctrl-C, and a second SIGQUIT, which terminals send for Ctrl and a backslash, demand an immediate end. A scheduler
+that warns with SIGUSR1 and ends with SIGTERM must not cut off the save it warned of.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from lockstep.launch_contract import (
 
 # A step asks for the file no more often than this.
 _CHECK_EVERY_S = 0.2
-#: How long a process that is to stop now may stay where it is, such as in a collective whose peers are gone.
+#: Time that a process that must stop now may stay where it is, such as in a collective whose peers are gone.
 _STOP_NOW_S = 2.0
-#: Taken for the time of a save before there was one.
+#: Assumed time of a save before the first one.
 _SAVE_S = 30.0
 #: For closing files and the connections to the other ranks, and for a scheduler that counts in other seconds.
 _LEAVE_S = 5.0
@@ -44,10 +44,10 @@ _STEPS = 15  # remembered; the usual time of a step is their median
 
 
 class JobDeadline:
-    """When the job that holds this process ends, and how long before that a run must begin to stop.
+    """The end of the job of this process, and the time before it at which a run must begin to stop.
 
     Args:
-        at_s: seconds since 1970; None: nobody knows an end.
+        at_s: seconds since 1970; None: no known end.
         wall: the clock, in seconds since 1970.
     """
 
@@ -82,19 +82,19 @@ class JobDeadline:
         return None if self._at_s is None else self._at_s - self.margin_s - self._wall()
 
     def step_took(self, seconds: float) -> None:
-        """One more step is known; of little cost where there is no end."""
+        """Note the duration of a step; costs little without a known end."""
         if self._at_s is not None:
             self._steps_s.append(seconds)
 
     def reason(self) -> str | None:
-        """Why to stop now, if it is time."""
+        """The reason to stop now; None if there is time left."""
         if self._at_s is None or (self.left_s or 0.0) > 0:
             return None
         return f"the end of its job at {datetime.fromtimestamp(self._at_s):%H:%M:%S}"
 
 
 class StopRequests:
-    """What this process has been asked for. A request once seen stays."""
+    """The requests to this process. A request once seen stays."""
 
     def __init__(self, stop_file: Path, end: JobDeadline, now: Callable[[], float] = time.monotonic) -> None:
         self._stop_file: Final = stop_file
@@ -107,15 +107,15 @@ class StopRequests:
         self._signal_thread: _SignalThread | None = None
 
     def listen(self) -> None:
-        """From here on a signal asks for a stop. In the main thread."""
+        """Take signals as requests to stop from now on. To be called in the main thread."""
         for number in STOP_SIGNALS:
-            # Under nohup a process is to outlive its terminal.
+            # Under nohup a process must outlive its terminal.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
         self._signal_thread = _SignalThread.open()
 
     def unlisten(self) -> None:
-        """Signals do again what they did before."""
+        """Restore the earlier handlers of signals."""
         if self._signal_thread is not None:
             self._signal_thread.close()
             self._signal_thread = None
@@ -144,15 +144,15 @@ class StopRequests:
 
 
 def _insists(number: int, quits: int) -> bool:
-    """Whether a signal that is not the first one wants a stop now; ``quits`` SIGQUIT have come.
+    """Whether a further signal demands an immediate stop, after ``quits`` SIGQUIT signals.
 
-    One of these may be what a scheduler or an init system sends to every process of a job, the launcher among them.
+    A single SIGQUIT may come from a scheduler or an init system, to every process of a job, including the launcher.
     """
     return number == signal.SIGINT or (number == signal.SIGQUIT and quits > 1)
 
 
 def _why(number: int, env: Mapping[str, str]) -> str:
-    """Why a signal came: what the launcher has left about it; else that it came to this rank alone."""
+    """The reason of a signal, from the launcher's file; else the signal's name, and the rank that got it."""
     name = signal.Signals(number).name
     if not env.get(CHANNEL, "").startswith("/"):
         return name
@@ -163,7 +163,7 @@ def _why(number: int, env: Mapping[str, str]) -> str:
 
 
 class _SignalThread:
-    """Notices signals in its own thread, also while the main thread is stuck in a call that runs no handler."""
+    """A thread that notices signals, also while the main thread is in a call that runs no handler."""
 
     def __init__(self, read_end: int, write_end: int) -> None:
         self._read_end, self._write_end = read_end, write_end
@@ -171,7 +171,7 @@ class _SignalThread:
 
     @classmethod
     def open(cls) -> _SignalThread | None:
-        """None where somebody else does it already, such as an event loop."""
+        """A started thread; None if other code, such as an event loop, already receives signals."""
         read_end, write_end = os.pipe()
         os.set_blocking(write_end, False)
         other = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -201,7 +201,7 @@ class _SignalThread:
             insists += wants_it_now
             asked += number in STOP_SIGNALS
             if insists == 1 and wants_it_now:
-                # Most often the main thread is gone before this is over.
+                # In most cases the main thread has ended before this time is over.
                 last = threading.Timer(_STOP_NOW_S, os._exit, (EXIT_INTERRUPTED,))
                 last.daemon = True
                 last.start()
@@ -213,7 +213,7 @@ _wakeup_fds: set[int] = set()  #: where this process notes its own signals, if i
 
 
 def _forget_signals() -> None:
-    # Else a signal that a loader process gets would reach its rank, as if it had got one more.
+    # Else a signal to a loader process would reach its rank, too, as if the rank had got the signal.
     if _wakeup_fds:
         _wakeup_fds.clear()
         signal.set_wakeup_fd(-1)

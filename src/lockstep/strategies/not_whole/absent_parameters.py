@@ -1,9 +1,9 @@
-"""Parameters that other ranks hold, for what a script does to all parameters of a model on every rank.
+"""Parameters that other ranks hold, for operations of a script on all parameters of a model on every rank.
 
 the rank that holds it    net.apply(init_weights) draws its values
-every other rank          draws as many random numbers and drops them, so that what is drawn next is the same
+every other rank          draws as many random numbers and drops them, so that later draws are equal
 
-Otherwise each rank would draw for its own parameters only, and they would get other numbers than on one rank.
+Otherwise each rank would draw only for its own parameters, which would get other numbers than on one rank.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from lockstep.errors import UsageError
 from lockstep.torch_private import aten, pytree, schema_of
 
 _ATEN: Final = torch.ops.aten
-#: How many random numbers they draw depends on the values of their arguments.
+#: Operations whose number of random draws depends on the values of their arguments.
 _BY_VALUES: Final = (_ATEN.poisson, _ATEN.multinomial, _ATEN.binomial, aten("_standard_gamma"))
 _IS_META: Final = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class AbsentParameter(torch.Tensor):
-    """A parameter that other ranks hold, on ``meta`` here; what is computed from it is of this class, too."""
+    """A parameter that other ranks hold, on ``meta`` on this rank; results computed from it have this class, too."""
 
     _draws: TorchDispatchMode
 
     @classmethod
     def __torch_function__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        """Call ``func``, and draw what it draws.
+        """Call ``func``, and draw its random numbers.
 
         Raises:
-            UsageError: if that depends on the values, or if ranks that hold them do not run the call.
+            UsageError: if the result depends on the values, or if the ranks that hold them do not run the call.
         """
-        # Asked whether it is on `meta`, functions of `torch.nn.init` would leave out what they draw.
+        # For a tensor on `meta`, functions of `torch.nn.init` would draw no random numbers.
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
             return False
         with cls._draws:
@@ -46,23 +46,23 @@ class AbsentParameter(torch.Tensor):
 
 
 def draw_alike(parameter: nn.Parameter, device: torch.device) -> None:
-    """From now on, what is drawn for ``parameter``, which is on ``meta``, is drawn on ``device`` and dropped."""
+    """Draw random numbers for ``parameter``, which is on ``meta``, on ``device`` and drop them, from now on."""
     _become(parameter, _drawing(device))
 
 
 def refuse_changes(parameter: torch.Tensor, name: str, in_loop: Callable[[], bool]) -> None:
-    """Refuse what is drawn for ``parameter``, and what changes it in a loop that servers do not run.
+    """Refuse random draws for ``parameter``, and changes in a loop that servers do not run.
 
     Args:
-        parameter: that servers hold; on ``meta`` here.
-        name: its name in the model.
-        in_loop: whether this rank is in such a loop now.
+        parameter: that servers hold; on ``meta`` on this rank.
+        name: of the parameter in the model.
+        in_loop: whether this rank is in such a loop.
     """
     _become(parameter, type("ServedParameter", (AbsentParameter,), {"_draws": _Refusal(name, in_loop)}))
 
 
 def _become(parameter: torch.Tensor, kind: type[torch.Tensor]) -> None:
-    parameter.__class__ = kind  # it stays the object that modules and optimizers hold
+    parameter.__class__ = kind  # the same object, as modules and optimizers hold it
     vars(parameter)["_is_param"] = True  # for `isinstance(parameter, nn.Parameter)`
 
 
@@ -72,7 +72,7 @@ def _drawing(device: torch.device) -> type[AbsentParameter]:
 
 
 class _DrawsAlike(TorchDispatchMode):
-    """Within, random numbers for tensors on ``meta`` are drawn on ``device``, and dropped."""
+    """A mode in which random numbers for tensors on ``meta`` are drawn on ``device``, and dropped."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,15 +1,15 @@
-"""Models that no rank holds whole while they are made, with the values that one rank would have drawn.
+"""Construction of models that no rank holds whole, with the values that one rank would have drawn.
 
     self.a = nn.Linear(...)     a.weight is allocated and drawn                      whole
     self.b = nn.Linear(...)     b.weight likewise; of a.weight ...                   ... this rank's rows are kept
     self.a.weight.mul_(2)       a.weight is gathered from all ranks, and changed     whole again
     the end                     each rank holds its rows of every parameter
 
-Each operation of the constructor runs on every rank as it would on one alone, in the same order and on whole tensors:
-so all values are those of one rank, and so are the random numbers that come after them. Between two operations the
-tensors that were used least recently give up their memory (their storage has no bytes, as those of `fully_shard` have
-between two gatherings) and get it back when an operation is about to read them. What overwrites a tensor, as an
-initialisation does, gets it without the values of before; whatever reads them needs all ranks.
+Each operation of the constructor runs on every rank as on a single rank, in the same order and on whole tensors: so all
+values, and later random numbers, are those of one rank. Between two operations the least recently used tensors give up
+their memory (their storage has no bytes, like that of `fully_shard` between two gathers) and get it back when an
+operation is about to read them. An operation that overwrites a tensor, such as an initialisation, gets the tensor
+without its earlier values; reading values needs all ranks.
 
 Costs: the time of making the whole model, on every rank; in memory this rank's rows, the tensors that one operation
 uses, and `_WHOLE_BYTES`. Tables of embeddings that are larger than that are made by
@@ -43,11 +43,11 @@ from lockstep.torch_private import (
 
 #: Tensors of fewer bytes stay whole.
 _LEAST_BYTES: Final = 1 << 10
-#: The tensors used last are not divided while they have no more bytes together.
+#: Largest size of the most recently used tensors together, which stay whole.
 _WHOLE_BYTES: Final = 16 << 20
 
 _ATEN = torch.ops.aten
-#: They make tensors without values.
+#: Operations that make tensors without values.
 _ALLOCATES: Final = {
     _ATEN.empty.memory_format,
     _ATEN.empty_strided.default,
@@ -55,7 +55,7 @@ _ALLOCATES: Final = {
     _ATEN.new_empty.default,
     _ATEN.new_empty_strided.default,
 }
-#: They give every element of their first argument a value that does not depend on the one before.
+#: Operations that give every element of their first argument a value independent of the earlier value.
 _OVERWRITES: Final = {
     _ATEN.copy_,
     _ATEN.exponential_,
@@ -65,9 +65,9 @@ _OVERWRITES: Final = {
     _ATEN.uniform_,
     _ATEN.zero_,
 }
-#: They give the same memory again, and look at no value of it, and at no size of a storage.
+#: Operations that return the same memory, and read neither values nor the size of a storage.
 SHARE_MEMORY: Final = {_ATEN.detach.default, _ATEN.alias.default}
-#: They hand out a tensor's memory, which must stay where it is from then on.
+#: Calls that hand out a tensor's memory, which must stay in place from then on.
 _HANDS_OUT_MEMORY: Final = {
     "__array__",
     "__deepcopy__",
@@ -85,15 +85,16 @@ _HANDS_OUT_MEMORY: Final = {
 
 
 class DividedConstruction:
-    """Makes models of which each rank of a group keeps rows. Collective, as each of its methods.
+    """Makes models of which each rank of a group keeps rows. The constructor is collective, like each method.
 
-    The rows of W ranks are those of `fully_shard`: equally many neighbouring ones of dimension 0, fewer on the last.
+    The rows of W ranks are those of `fully_shard`: equally many neighbouring rows of dimension 0, fewer on the last
+    rank.
 
     Args:
         group: the ranks that hold a model together.
         everybody: all ranks, whose models must be equal.
-        least_bytes: tensors of fewer bytes stay whole.
-        whole_bytes: of the tensors that were used last and are whole.
+        least_bytes: size below which tensors stay whole.
+        whole_bytes: largest size of the most recently used tensors, which stay whole.
     """
 
     def __init__(
@@ -105,20 +106,21 @@ class DividedConstruction:
         self._whole_bytes: Final = whole_bytes
         self._known: Final[dict[int, _Divided]] = {}  # by the storage
         self._handed_out: Final[dict[int, StorageWeakRef]] = {}  # while it is there, no other storage has its place
-        # Those that are whole, in the order of their last use: of the operations alone, never of which tensors are
-        # still alive, for garbage is collected at other times on other ranks, and all must gather alike.
+        # The whole tensors, in the order of their last use: by operations alone, never by which tensors are still
+        # alive, since garbage is collected at different times on different ranks, and all ranks must gather the same
+        # tensors.
         self._whole: Final[dict[int, _Divided]] = {}
-        self._total = 0  # bytes of these
+        self._total = 0  # bytes of the whole tensors
         self._purge_at = 1024
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` gives; of its parameters only this rank's rows have memory, until `restore_rows`. Collective.
+        """The model of ``make``; of its parameters only this rank's rows have memory, until `restore_rows`. Collective.
 
-        Its buffers are whole, and rank 0's.
+        Its buffers are whole, with rank 0's values.
 
         Raises:
             MismatchError: if ranks made different models, or would draw different random numbers.
-            UsageError: for a parameter to which nobody has given values.
+            UsageError: for a parameter without values.
         """
         verify_random_state(self._everybody)
         with _Operations(self), _Escapes(self):
@@ -129,7 +131,7 @@ class DividedConstruction:
         return model
 
     def restore_rows(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give ``parameters`` their memory again, with this rank's rows; the others hold anything. Not collective."""
+        """Give ``parameters`` their memory again, with this rank's rows; other rows are undefined. Not collective."""
         for parameter in parameters:
             divided = self._known.pop(storage_key(parameter), None)
             if divided is not None:
@@ -145,7 +147,7 @@ class DividedConstruction:
     # ---- while it is made ----------------------------------------------------------------------------------------
 
     def before(self, tensors: Iterable[torch.Tensor], overwritten: torch.Tensor | None) -> None:
-        """An operation is about to use ``tensors``, and to overwrite all of one."""
+        """Restore ``tensors``, which an operation is about to use; ``overwritten`` without its values."""
         for tensor in tensors:
             divided = self._known.get(key := storage_key(tensor))
             if divided is not None:
@@ -154,7 +156,7 @@ class DividedConstruction:
                 self._use(key, divided)
 
     def after(self, used: Iterable[torch.Tensor], made: Iterable[torch.Tensor], *, allocated: bool) -> None:
-        """An operation has used some tensors, and ``made`` others, which have no values if they are ``allocated``."""
+        """Note tensors ``made`` by an operation, without values if ``allocated``, and free tensors not ``used``."""
         in_use = {storage_key(tensor) for tensor in used}
         for tensor in made:
             in_use.add(key := storage_key(tensor))
@@ -165,7 +167,7 @@ class DividedConstruction:
             self._keep_rows(in_use)
 
     def _keep_rows(self, in_use: Container[int]) -> None:
-        """Free what was used least recently, but for this rank's rows, until the rest is small enough."""
+        """Free the least recently used tensors, except this rank's rows, until the rest is small enough."""
         for key in [key for key in self._whole if key not in in_use]:
             if self._total <= self._whole_bytes:
                 break
@@ -193,7 +195,7 @@ class DividedConstruction:
             divided.has_values = True
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is one of those that are divided, and all of its storage."""
+        """Whether ``tensor`` is divided, and covers its whole storage."""
         divided = self._known.get(storage_key(tensor))
         return divided is not None and divided.is_all(tensor)
 
@@ -220,7 +222,7 @@ class DividedConstruction:
         return storage.nbytes() >= self._least_bytes and storage.resizable() and not tensor.is_meta
 
     def _finish(self, model: nn.Module) -> None:
-        """Each rank keeps its rows of every parameter, and the whole of whatever else is still there."""
+        """Keep only this rank's rows of every parameter, and the whole of all other living tensors."""
         gc.collect()
         parameters = {storage_key(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
         for key, divided in list(self._known.items()):
@@ -239,7 +241,7 @@ class DividedConstruction:
             if not found.has_values:
                 raise UsageError(without_values(name, model))
             if not found.divide_as(parameter):
-                continue  # something looks at its memory
+                continue  # other code refers to its memory
             self._known[storage_key(parameter)] = found
             checksums.append(found.checksum)
         whole = [p.detach() for p in model.parameters() if not p.is_meta and storage_key(p) not in self._known]
@@ -250,7 +252,7 @@ class DividedConstruction:
         )
 
     def _taken_over(self, parameter: nn.Parameter) -> _Divided | None:
-        """Of a parameter that came from elsewhere, such as a file in memory; None if it stays whole."""
+        """The divided storage of a parameter from elsewhere, such as a mapped file; None if it stays whole."""
         storage = parameter.untyped_storage()
         size = parameter.numel() * parameter.element_size()
         if parameter.is_meta or size < self._least_bytes or not parameter.is_contiguous() or not parameter.dim():
@@ -261,7 +263,7 @@ class DividedConstruction:
 
 
 class _Divided:
-    """The storage of one tensor: whole, or with this rank's rows beside it and no bytes."""
+    """The storage of a tensor: either whole, or empty, with this rank's rows kept beside it."""
 
     def __init__(self, tensor: torch.Tensor, group: Group, *, has_values: bool) -> None:
         storage = tensor.untyped_storage()
@@ -269,7 +271,7 @@ class _Divided:
         self._reference: Final = StorageWeakRef(storage)
         self.bytes: Final = storage.nbytes()
         self.has_values = has_values
-        self.checksum = 0  #: of all values, when they were whole last
+        self.checksum = 0  #: of all values, when the tensor was whole last
         self._rows = self.bytes
         self._is_whole = True
         self._own: torch.Tensor | None = None  # the bytes of this rank's rows
@@ -287,7 +289,7 @@ class _Divided:
         return size == self.bytes and tensor.is_contiguous() and not tensor.storage_offset()
 
     def keep_rows(self) -> bool:
-        """Keep this rank's rows, and free the rest; false if there is no such storage any more."""
+        """Keep this rank's rows, and free the rest; false if the storage does not exist any more."""
         storage = self._storage()
         if storage is None or (self._is_whole and (storage.nbytes() != self.bytes or not storage.resizable())):
             return False
@@ -301,7 +303,7 @@ class _Divided:
         return True
 
     def restore(self, *, with_values: bool = True) -> None:
-        """The storage has all its bytes again; with their values, if they are asked for. Collective with values."""
+        """Allocate all bytes of the storage again, if asked with their values. Collective with values."""
         flat = self._allocated()
         if flat is None:
             return
@@ -318,14 +320,14 @@ class _Divided:
         self._own = None
 
     def restore_rows(self) -> None:
-        """The storage has all its bytes again, of which those of this rank's rows have their values."""
+        """Allocate all bytes of the storage again, with the values of this rank's rows."""
         flat = self._allocated()
         if flat is not None and self._own is not None:
             flat[self._range(self._group.rank)] = self._own
         self._own = None
 
     def divide_as(self, parameter: nn.Parameter) -> bool:
-        """Keep this rank's rows of ``parameter``, which is all of the storage; false if it must stay whole."""
+        """Keep this rank's rows of ``parameter``, which covers the storage; false if it must stay whole."""
         rows = parameter.shape[0] if parameter.dim() else self.bytes
         if rows != self._rows:
             self.restore()
@@ -333,7 +335,7 @@ class _Divided:
         return self.keep_rows()
 
     def read_rows(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
-        """Keep this rank's rows of ``stored`` as those of ``tensor``, which is all of the storage."""
+        """Keep this rank's rows of ``stored`` as the rows of ``tensor``, which covers the storage."""
         storage = self._storage()
         assert storage is not None
         storage.resize_(0)
@@ -347,7 +349,7 @@ class _Divided:
         return storage_behind(self._reference.cdata)
 
     def _allocated(self) -> torch.Tensor | None:
-        """All bytes of the storage, which had none; None if it has them already, or is gone."""
+        """All bytes of the storage, newly allocated; None if the storage has its bytes, or is gone."""
         storage = self._storage()
         if storage is None or self._is_whole:
             return None
@@ -361,7 +363,7 @@ class _Divided:
 
 
 class _Operations(TorchDispatchMode):
-    """Sees every operation on tensors, also those inside of others."""
+    """A mode that sees every operation on tensors, also inside of other operations."""
 
     def __init__(self, construction: DividedConstruction) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -383,7 +385,7 @@ class _Operations(TorchDispatchMode):
         used = [value for value in pytree.tree_leaves((args, kwargs)) if is_plain(value)]
         overwritten = None
         if func.overloadpacket in _OVERWRITES and is_plain(args[0]) and construction.covers(args[0]):
-            storage = storage_key(args[0])  # ... which a view of itself, such as the source of a copy, would read
+            storage = storage_key(args[0])  # which a view of the tensor, such as the source of a copy, would read
             overwritten = args[0] if [storage_key(tensor) for tensor in used].count(storage) == 1 else None
         construction.before(used, overwritten)
         out = func(*args, **kwargs)
@@ -395,7 +397,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Escapes(TorchFunctionMode):
-    """Sees calls that hand out the memory of a tensor, such as ``data_ptr``: they are no operations."""
+    """A mode that sees calls that hand out a tensor's memory, such as ``data_ptr``, which are no operations."""
 
     def __init__(self, construction: DividedConstruction) -> None:
         super().__init__()
@@ -424,7 +426,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def without_values(name: str, model: nn.Module) -> str:
-    """What to say of a tensor of ``model`` to which nobody has given values."""
+    """The message about a tensor of ``model`` without values."""
     return (
         f"{name} of {type(model).__name__} has no values: nothing initialises it. Give its module a method "
         "reset_parameters() that does, or hand over the function that makes the model with its values, as in "

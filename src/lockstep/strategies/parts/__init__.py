@@ -1,7 +1,7 @@
-"""What several strategies are made of.
+"""Components that several strategies share.
 
 a model comes in      initial_values          the values that one rank would draw, or a file's
-module_states           rank 0's values on every rank; models that differ are refused
+module_states           rank 0's values on every rank; differing models are refused
 stage_sequence          a model given as a list of stages
 forward               buffers                 moved by the mean over the step, as one rank would move them
 batchnorm               statistics over all ranks, where that is asked for

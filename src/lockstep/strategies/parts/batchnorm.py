@@ -1,12 +1,12 @@
 """BatchNorm over the micro-batches that all ranks compute at the same time.
 
-On GPUs this is torch's own SyncBatchNorm. On CPUs torch has none; here, each rank sends the others
+On GPUs this is torch's own SyncBatchNorm. On CPUs, where torch has none, each rank sends the others
 
     forward     how many values it holds of each channel, their mean, and their squares around it
     backward    the sums of dy and of dy * (x - mean) of each channel
 
-and goes on as if it held the batch of all ranks. These numbers are summed in the order of ranks, so a world of the same
-size gives the same bits again.
+and normalises as if it held the batch of all ranks. These numbers are summed in the order of ranks, so a world of the
+same size gives the same bits again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.collectives import Group
 
-#: Each rank's row of numbers, by rank; the text says what for.
+#: Gives each rank's row of numbers, by rank; the text names the purpose.
 Gather = Callable[[torch.Tensor, str], torch.Tensor]
 
 
@@ -36,7 +36,8 @@ def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group.process_group)
         return converted
 
-    # A function, for models are copied with all that they hold, as to average their weights, and a group cannot be.
+    # A function, since models are copied with all attributes, as to average their weights, and a group cannot be
+    # copied.
     def gather(row: torch.Tensor, what: str) -> torch.Tensor:
         rows = torch.zeros(group.size, len(row), dtype=torch.float64)
         rows[group.rank] = row
@@ -44,27 +45,27 @@ def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
 
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            # In place, so hooks and other references to it still hold.
+            # In place, so hooks and other references to the module remain valid.
             module.__class__ = AcrossRanks
             object.__setattr__(module, "gather", gather)
     return model
 
 
 def normalises_over_ranks(model: nn.Module) -> bool:
-    """Whether forward passes of ``model`` wait for those of other ranks while it trains."""
+    """Whether forward passes of ``model`` wait for other ranks' forward passes in training."""
     return any(isinstance(module, nn.SyncBatchNorm | AcrossRanks) for module in model.modules())
 
 
 class AcrossRanks(_BatchNorm):
-    """What a BatchNorm of any number of dimensions becomes on CPUs; not made by hand.
+    """A BatchNorm of any number of dimensions over all ranks, on CPUs; made by `synchronize_batchnorm` only.
 
-    It is no SyncBatchNorm: DDP takes those on GPUs only.
+    The class is no SyncBatchNorm, since DDP accepts SyncBatchNorm only on GPUs.
     """
 
     gather: Gather
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """``input``, of shape (samples, channels, ...), normalised per channel. Collective while it trains."""
+        """``input``, of shape (samples, channels, ...), normalised per channel. Collective in training mode."""
         if not self.training:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
@@ -145,7 +146,7 @@ def _over_ranks(
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """In at least the precision in which torch keeps statistics."""
+    """``x`` in at least the precision in which torch keeps statistics."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

@@ -4,15 +4,16 @@
     base ──► forward of micro-batch 1 ──► b1     new base = base + mean over the step of (bm - base),
     base ──► ...                                 summed along the tree; of one micro-batch alone, b0 itself
 
-So they do not depend on which rank computed what, and no rank's statistics overwrite those of the others.
+So buffers do not depend on which rank computed which micro-batch, and no rank's statistics overwrite another's.
 
 Whole numbers, such as the count of batches, take the value after one micro-batch: one step counts once. Where the data
 decides whether a BatchNorm is called, its count takes the greatest value; any other buffer of whole numbers that
-micro-batches of one step change differently is refused, for no value would be right.
+micro-batches of one step change differently is refused, since no value would be right.
 
-Which buffers move is found out by `Tensor._version` after each micro-batch, which costs little, and by value in the
-first steps and now and then. A change through ``.data`` or by a kernel does not show in the version. Where one module's
-buffer moves, those of its name in modules of its class are taken to move, too: the data may choose among experts.
+Buffers that change are found by `Tensor._version` after each micro-batch, which costs little, and by value in the first
+steps and now and then, since a change through ``.data`` or by a kernel does not show in the version. If one module's
+buffer changes, buffers of this name in modules of its class are taken to change, too: the data may choose among
+experts.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from lockstep.errors import LockstepError, UsageError
 from lockstep.strategies.parts.gradient_accumulation import as_real
 from lockstep.torch_private import foreach_add, foreach_add_, foreach_copy_, foreach_sub, own_buffers, version_of
 
-#: By value, buffers are compared in this many first steps, and then once in so many; always, if they are small.
+#: Buffers are compared by value in this many first steps, and then once in `_EVERY_STEPS`; small buffers always.
 _FIRST_STEPS = 2
 _EVERY_STEPS = 500
 _SMALL_BYTES = 1 << 18  # on a CPU: about 10 us
-_BITS = 22  # of a part of a whole number, which a float32 holds
+_BITS = 22  # in a part of a whole number that a float32 holds exactly
 _PART = (1 << _BITS) - 1
 
 
@@ -45,7 +46,7 @@ class Buffers:
     Args:
         all_reduce: sums over the replicas.
         group: the replicas.
-        device: where sums are made, for buffers on several GPUs of a rank; None: where the buffers are.
+        device: of the sums, for buffers on several GPUs of a rank; None: the device of the buffers.
     """
 
     def __init__(self, all_reduce: AllReduce, group: Group, device: torch.device | None = None) -> None:
@@ -54,21 +55,21 @@ class Buffers:
         self._group: Final = group
         self._models: Final[list[nn.Module]] = []
         self._buffers: list[torch.Tensor] = []
-        self._owners: list[tuple[nn.Module, str]] = []  # whose buffer each is, and its name there
+        self._owners: list[tuple[nn.Module, str]] = []  # the module and name of each buffer
         self._none: list[tuple[nn.Module, str]] = []  # buffers that were registered as None
         self._base: list[torch.Tensor] = []
         self._versions: list[int] = []
-        self._norms: set[int] = set()  # places of those of normalisation layers
+        self._norms: set[int] = set()  # places of buffers of normalisation layers
         self._same_class_and_name: dict[
             tuple[type[nn.Module], str], list[int]
-        ] = {}  # places of those of one class and name
+        ] = {}  # places of buffers of one class and name
         self._sum_type = torch.float32
         self._small = False
         self._has_nonfinite_base = (
-            False  # whether some base is not finite, such as a least value that begins at infinity
+            False  # whether some base is not finite, such as a running minimum that begins at infinity
         )
-        self._moving: tuple[int, ...] = ()  # places of the buffers that are kept in step, as far as this rank knows
-        self._agreed: tuple[int, ...] = ()  # the same, as all ranks have said
+        self._moving: tuple[int, ...] = ()  # places of the buffers that change, as far as this rank knows
+        self._agreed: tuple[int, ...] = ()  # places that all ranks have agreed on
         self._fold: TreeAccumulator[torch.Tensor] | None = None
         self._counts: _Counts | None = None
         self._steps = 0
@@ -79,7 +80,7 @@ class Buffers:
         self._find_buffers()
 
     def resync(self) -> None:
-        """Take what the buffers hold now as the base of the next step; new buffers are kept in step, too."""
+        """Take the buffers' current values as the base of the next step; new buffers are kept in step, too."""
         if self._changed_registrations():
             self._find_buffers()
         else:
@@ -87,27 +88,28 @@ class Buffers:
             self._begin()
 
     def check_known(self) -> None:
-        """Check that the models have the buffers that they had when the loop over micro-batches began.
+        """Check that the models still have the buffers from when the loop over micro-batches began.
 
         Raises:
-            UsageError: if not, since what a new one held before the first micro-batch is no longer known.
+            UsageError: if not, since the value of a new buffer before the first micro-batch is no longer known.
         """
         _refuse_changed_registrations(self._changed_registrations())
 
     def use_copies(self) -> None:
         """Let the next forward pass change copies, which `end_micro_batch` copies back.
 
-        For pipelines, where other forward passes come before its backward pass: what autograd has seen must not change.
+        For pipelines, where other forward passes come before its backward pass: tensors that autograd has seen must not
+        change.
         """
         for i in self._moving:
             owner, name = self._owners[i]
             own_buffers(owner)[name] = self._buffers[i].clone()
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Restore the base; after the rank's last micro-batch, move it by the mean over the step. Collective then.
+        """Restore the base; at the rank's last micro-batch, first move the base by the step's mean. Collective then.
 
         Raises:
-            UsageError: for a buffer that has no one value after a step, by name.
+            UsageError: for a buffer without one value for all ranks after a step, by name.
         """
         if not (self._buffers or self._none):
             if position.last and self._is_checking_step:
@@ -115,7 +117,8 @@ class Buffers:
             self._steps += position.last
             return
         self._find_moving()
-        # Not before the last one: ranks have different numbers of micro-batches, and others may wait in the reduction.
+        # Only at the last micro-batch: ranks have different numbers of micro-batches, and others may wait in the
+        # reduction.
         if position.last:
             self._agree_on_moving()
             self._steps += 1
@@ -124,7 +127,7 @@ class Buffers:
         self._restore_base()
 
     def restore(self, *, discards_step: bool = True) -> None:
-        """Restore the base. What was gathered in this step is forgotten, but for ``discards_step=False``."""
+        """Restore the base; the changes summed in this step are forgotten, unless ``discards_step=False``."""
         if discards_step:
             self._fold = self._counts = None
         with contextlib.suppress(UsageError):  # the user has got this error, or will at the next step
@@ -132,7 +135,7 @@ class Buffers:
         self._restore_base()
 
     def _registered(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
-        """Each buffer once, with a module that holds it and its name there."""
+        """Each buffer once, with a module that holds the buffer and its name in the module."""
         seen: set[int] = set()
         for module in dict.fromkeys(m for model in self._models for m in model.modules()):
             for name, buffer in own_buffers(module).items():
@@ -146,7 +149,7 @@ class Buffers:
         return {name for _, name in known ^ {(id(m), name) for m, name, _ in self._registered()}}
 
     def _find_buffers(self) -> None:
-        """Find all buffers of the models as they are now; those that moved before are expected to move still."""
+        """Find all buffers of the models now; buffers that changed before are expected to change still."""
         moving = {(id(self._owners[i][0]), self._owners[i][1]) for i in self._agreed}
         registered = list(self._registered())
         self._none = [(module, name) for module, name, buffer in registered if buffer is None]
@@ -158,7 +161,7 @@ class Buffers:
         self._same_class_and_name = {}
         for i, (module, name) in enumerate(self._owners):
             self._same_class_and_name.setdefault((type(module), name), []).append(i)
-        # One type for all sums: which buffers move may be found out within a step, after the first additions.
+        # One type for all sums, since changing buffers may be found within a step, after the first additions.
         is_wide = any(b.dtype in (torch.float64, torch.complex128) for b in self._buffers)
         self._sum_type = torch.float64 if is_wide else torch.float32
         known = {i for i, (module, name) in enumerate(self._owners) if (id(module), name) in moving}
@@ -178,7 +181,7 @@ class Buffers:
         self._fold = self._counts = None
 
     def _restore_registered(self) -> None:
-        """Copy what was assigned, as by ``self.mean = 0.9 * self.mean + ...``, into the tensor that is kept in step."""
+        """Copy a newly assigned tensor, as by ``self.mean = 0.9 * self.mean``, into the buffer that is kept in step."""
         for buffer, (owner, name) in zip(self._buffers, self._owners, strict=True):
             held = own_buffers(owner).get(name)
             if held is None or held is buffer:
@@ -222,7 +225,7 @@ class Buffers:
             )
 
     def _add_moving(self, places: Iterable[int]) -> None:
-        """Add ``places`` to those that move; in the earlier micro-batches of this step they did not."""
+        """Add ``places`` to the changing buffers, with a change of 0 in earlier micro-batches of this step."""
         before, self._moving = self._moving, tuple(sorted({*places, *self._moving}))
         if self._moving == before or self._fold is None or not self._fold.nodes:
             return
@@ -241,7 +244,7 @@ class Buffers:
 
     @property
     def _is_checking_step(self) -> bool:
-        """Whether this step is one of the first, or one of those now and then."""
+        """Whether this step is one of the first, or one of every `_EVERY_STEPS`."""
         return self._steps < _FIRST_STEPS or self._steps % _EVERY_STEPS == 0
 
     @property
@@ -250,7 +253,7 @@ class Buffers:
         return self._small or self._is_checking_step
 
     def _agree_on_moving(self) -> None:
-        """Agree on which buffers are kept in step. Collective in the first steps, and when a rank has found one."""
+        """Agree on the buffers that are kept in step. Collective in the first steps, and for newly found buffers."""
         if self._steps < _FIRST_STEPS:
             own = self._moving, self._changed_registrations()
             for moving, changed_registrations in self._group.gather_objects(
@@ -267,7 +270,7 @@ class Buffers:
             try:
                 self._group.check_equal("which buffers the forward pass changes", self._agreed)
             except LockstepError:
-                # Not from that error: a lost peer, which it may be, would pass for the cause.
+                # Not chained to that error, which may be a lost peer and would then pass for the cause.
                 raise UsageError(
                     f"{self._named(new)} changed for the first time after step {self._steps}, and not on all ranks: "
                     "change it in each forward pass from the first one on, if by nothing, as in self.mean.add_(0)"
@@ -285,7 +288,7 @@ class Buffers:
         real = [i for i in self._moving if _has_mean(self._buffers[i])]
         whole = [i for i in self._moving if not _has_mean(self._buffers[i])]
         if position.of == 1 and self._group.size == 1 and not position.is_padding:
-            # What this micro-batch has left is what the step leaves.
+            # The values after this micro-batch are those after the step.
             _copy([self._base[i] for i in self._moving], [self._buffers[i] for i in self._moving])
             if self._has_nonfinite_base:
                 self._has_nonfinite_base = not _all_finite([self._base[i] for i in real])
@@ -307,21 +310,21 @@ class Buffers:
             self._fold = self._counts = None
 
     def _changes(self, here: list[torch.Tensor], base: list[torch.Tensor]) -> list[torch.Tensor]:
-        """How far this micro-batch has moved each from its base; from zero, where the base is not finite."""
+        """The change of each buffer from its base by this micro-batch; from zero, where the base is not finite."""
         if self._has_nonfinite_base:
             return [torch.where(b.isfinite(), h - b, h) for h, b in zip(here, base, strict=True)]
         return list(foreach_sub(here, base)) if here else []
 
     def _move_base(self, real: Sequence[int], whole: Sequence[int], of: int) -> None:
-        """Move the base by the mean over all ranks' micro-batches; integers by what one of them has added.
+        """Move the base by the mean over all ranks' micro-batches; integers by the change of one micro-batch.
 
-        Where the step has one micro-batch, what that has left is taken as it is, without rounding.
+        If the step has one micro-batch, the values after this micro-batch are taken without rounding.
         """
         sums = self._fold.sums if self._fold is not None else []
         bases = [self._base[i] for i in real]
         like = self._flatten(bases)
         if self._counts is not None and self._group.size > 1:
-            # Behind the moves of one of this rank's nodes: what it has counted, in a row of its own.
+            # This rank's counts, in a row of its own, behind the changes of one of this rank's nodes.
             row = self._counts.row(sum(self._buffers[i].numel() for i in whole), like)
             rows = [row, *(torch.zeros_like(row) for _ in sums[1:])]
             sums = [torch.cat([moves, counts]) for moves, counts in zip(sums, rows, strict=False)]
@@ -371,20 +374,20 @@ class Buffers:
         return f"the buffer{'s' if len(names) > 1 else ''} {', '.join(names[:5])}"
 
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One tensor of one dimension, complex numbers as two reals, all of the type of sums."""
+        """The ``tensors`` in one tensor of one dimension and of the type of sums; complex numbers are two reals."""
         flats = [as_real(t).reshape(-1) for t in tensors]
         whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
         return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
 
 
 class _Counts:
-    """The least and the greatest move of whole numbers over a rank's micro-batches of a step, and over all ranks'.
+    """The least and the greatest change of integers over a rank's micro-batches of a step, and over all ranks'.
 
     rank 0   | 1 low high |            |            |
     rank 1   |            | 1 low high |            |     each rank adds a row with its own part filled;
     rank 2   |            |            | 0          |     a 1 tells that it had a micro-batch
 
-    A row is summed as floats are, so each whole number is cut into three parts that any float holds.
+    A row is summed in floating point, so each integer is cut into three parts that any float type holds exactly.
     """
 
     def __init__(self, group: Group) -> None:
@@ -393,12 +396,12 @@ class _Counts:
         self.high: torch.Tensor | None = None
 
     def add(self, move: torch.Tensor) -> None:
-        """Include the move of one micro-batch."""
+        """Include the change by one micro-batch."""
         self.low = move if self.low is None else torch.minimum(self.low, move)
         self.high = move if self.high is None else torch.maximum(self.high, move)
 
     def widen(self, known: Sequence[int], here: Sequence[int], like: Sequence[torch.Tensor]) -> None:
-        """There are moves of ``here``, like those, and not only of ``known``; until now the others did not move."""
+        """Extend the counts from the buffers ``known`` to ``here``, with values ``like``: new ones changed by 0."""
         stayed = {i: _moves([one], [one]) for i, one in zip(here, like, strict=True)}
         sizes = [stayed[i].numel() for i in known]
 
@@ -409,7 +412,7 @@ class _Counts:
         self.low, self.high = widened(self.low), widened(self.high)
 
     def row(self, numbers: int, like: torch.Tensor) -> torch.Tensor:
-        """This rank's row for ``numbers`` integers, and zeros for the other ranks' rows; as ``like`` is."""
+        """This rank's row for ``numbers`` integers, and zeros for other ranks' rows; type and device are ``like``'s."""
         row = like.new_zeros(self._size, 1 + 3 * 2 * numbers)
         if self.low is not None and self.high is not None:
             ends = torch.cat([self.low, self.high])
@@ -418,7 +421,7 @@ class _Counts:
         return row.view(-1)
 
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The least and the greatest of each over all ranks, from the sum of their rows."""
+        """The least and the greatest change of each integer over all ranks, from the sum of the ranks' rows."""
         if self._size == 1:
             assert self.low is not None
             assert self.high is not None
@@ -444,13 +447,13 @@ def _has_mean(buffer: torch.Tensor) -> bool:
 
 
 def _moves(buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far whole numbers have moved, in one dimension."""
+    """The changes of integer buffers, in one dimension."""
     moves = foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
     return torch.cat([move.reshape(-1) for move in moves])
 
 
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Each of ``values`` into its counterpart; those of one type at once, for torch copies mixed ones one by one."""
+    """Copy ``values`` into ``into``, all of one type at once, since torch copies mixed types one by one."""
     alike: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for to, value in zip(into, values, strict=True):
         for some, one in zip(alike.setdefault((to.dtype, value.dtype), ([], [])), (to, value), strict=True):
@@ -460,7 +463,7 @@ def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
 
 
 def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all their values are; waits for a GPU, once."""
+    """Whether all values of ``tensors`` are finite; waits for a GPU, once."""
     if not tensors:
         return True
     found = [t.isfinite().all() for t in tensors]

@@ -1,13 +1,13 @@
-"""The norm of a gradient, with the same bits however its rows are divided between ranks.
+"""The norm of a gradient, with the same bits for every division of its rows between ranks.
 
-The squares of a row are summed by halves, and so are then the rows of all parameters::
+The squares of a row are summed by halves, and then the sums of the rows of all parameters in the same way::
 
     a b c d e        (5)
     a+d b+e c        (3)      the second half is added to the first one, element by element
     a+d+c b+e        (2)
     ...
 
-Only element-wise additions are made. Their bits depend on neither the number of rows that lie here, nor on how a kernel
+Only element-wise additions are made. Their bits depend neither on the number of rows on a rank, nor on how a kernel
 would divide a sum among threads.
 """
 
@@ -20,13 +20,13 @@ from typing import Any, Final
 import torch
 
 _AT_ONCE: Final = 1 << 25  #: elements of gradients that are copied into one table: 128 MiB in fp32
-_BY_ONE_THREAD: Final = 1 << 15  #: elements up to which torch adds by one thread, however many there are
+_BY_ONE_THREAD: Final = 1 << 15  #: elements up to which torch adds with one thread
 
 
 def squared_row_norms(gradient: torch.Tensor) -> torch.Tensor:
     """The sum of squares of each row along the first dimension; float32, or float64 for a gradient of that type.
 
-    One row for a gradient of no dimension. Of a complex number it is that of its two parts.
+    A gradient of no dimension has one row. The square of a complex number is the sum of the squares of its two parts.
     """
     gradient = gradient.detach()
     if gradient.is_sparse:
@@ -40,7 +40,7 @@ def squared_row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The `squared_row_norms` of each; on a GPU those with rows of one width at once, since launches cost the host."""
+    """The `squared_row_norms` of each gradient; on a GPU, all of one row width at once, since launches cost time."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
     together: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     for place, gradient in enumerate(gradients):
@@ -84,7 +84,7 @@ def _halved(table: torch.Tensor) -> torch.Tensor:
     width = table.shape[1]
     if not width:
         return table.new_zeros(len(table))
-    # NumPy takes a third of the time to begin an addition, and makes the same one.
+    # NumPy's additions are the same, and take a third of the time to begin.
     sums: Any = table.numpy() if table.is_cpu and table.numel() <= _BY_ONE_THREAD else table
     while width > 1:
         kept = (width + 1) // 2

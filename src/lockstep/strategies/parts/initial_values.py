@@ -1,4 +1,4 @@
-"""The values that a new model begins with: what its modules draw for themselves, or what a file holds.
+"""The initial values of a model: drawn by its modules, or read from a file.
 
 run.model(lambda: Net())                 what the constructor draws
 run.model(net), made on the device meta  what `reset_parameters` of each module draws, inner modules first, as
@@ -29,10 +29,10 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def make_module(make: Callable[[], nn.Module]) -> nn.Module:
-    """What ``make`` gives.
+    """The module that ``make`` returns.
 
     Raises:
-        UsageError: if that is no module.
+        UsageError: if the result is no module.
     """
     model = make()
     if not isinstance(model, nn.Module):
@@ -43,15 +43,15 @@ def make_module(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def give_values(model: nn.Module, weights: Mapping[str, StoredTensor] | None = None) -> nn.Module:
-    """``model`` itself with all its values, on the CPU where it was on the device ``meta``.
+    """``model`` itself with all its values; tensors that were on the device ``meta`` are on the CPU.
 
     Args:
         model: made just now, or on ``meta``.
         weights: by the names of ``state_dict()``; None: as initialised.
 
     Raises:
-        UsageError: if nothing gives a value to something on ``meta``, or if the names, shapes or types of ``weights``
-            are not those of the model.
+        UsageError: if a tensor on ``meta`` gets no value, or if the names, shapes or types of ``weights`` are not those
+            of the model.
     """
     was_on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     with _Written() as written:
@@ -61,16 +61,16 @@ def give_values(model: nn.Module, weights: Mapping[str, StoredTensor] | None = N
             _read(model, weights)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name in was_on_meta:
-        # What a strategy has put there tells by itself whether it has values.
+        # A tensor that a strategy has put there knows itself whether it has values.
         if is_plain(tensors[name]) and tensors[name].numel() and not written.has(tensors[name]):
             raise UsageError(without_values(name, model))
     return model
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Give what is on ``meta`` memory on the CPU, module by module, and let each module initialise it.
+    """Give tensors on ``meta`` memory on the CPU, module by module, and let each module initialise its tensors.
 
-    What holds a parameter that has its values already is not asked to: these would be lost.
+    A module with a parameter that has its values already is not asked to initialise, since these values would be lost.
     """
     given = {m for m in model.modules() if not all(p.is_meta for p in m.parameters())}
     instead: dict[int, torch.Tensor] = {}
@@ -84,7 +84,7 @@ def _leave_meta(model: nn.Module) -> None:
         here = [(name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta]
         is_new = any(id(tensor) not in instead for _, tensor in here)
         for name, tensor in here:
-            # Not into the module's dict: a strategy may put something else in the place of what is registered.
+            # Not into the module's dict: a strategy may register another object in the place of the parameter.
             setattr(module, name, instead[id(tensor)] if id(tensor) in instead else _on_cpu(tensor))
             instead[id(tensor)] = getattr(module, name)
         methods = (getattr(module, name, None) for name in _RESETS)
@@ -105,7 +105,7 @@ def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for ``tensor``, which is on ``meta``; what the script has noted on it stays."""
+    """A CPU tensor for ``tensor``, which is on ``meta``, with the attributes that the script has set."""
     empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
     if not isinstance(tensor, nn.Parameter):
         return empty
@@ -115,7 +115,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _inner_first(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules, each once, in the order in which constructors end: those inside before those around them."""
+    """All modules, each once, in the order in which constructors end: inner modules before outer ones."""
     seen: set[nn.Module] = set()
 
     def visit(name: str, one: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -158,10 +158,10 @@ def _read(model: nn.Module, weights: Mapping[str, StoredTensor]) -> None:
 
 
 def _check_fits(name: str, stored: StoredTensor, tensor: torch.Tensor, kind: str) -> None:
-    """Check that ``stored`` can be copied into ``tensor``, of a model of this ``kind``, and nothing is cut off.
+    """Check that ``stored`` can be copied into ``tensor``, of a model of this ``kind``, without loss.
 
     Raises:
-        UsageError: for another shape, or for numbers that it cannot hold, such as fractions in an integer.
+        UsageError: for another shape, or for numbers that ``tensor`` cannot hold, such as fractions in an integer.
     """
     if tensor.shape != stored.shape:
         raise UsageError(f"weights: {name} has shape {tuple(stored.shape)} there, and {tuple(tensor.shape)} in {kind}")
@@ -173,10 +173,10 @@ def _check_fits(name: str, stored: StoredTensor, tensor: torch.Tensor, kind: str
 
 
 def check_names(model: str, missing: Sequence[str], unknown: Sequence[str]) -> None:
-    """Check that weights are those of a ``model``: none of its tensors is ``missing``, and none ``unknown`` to it.
+    """Check that weights belong to ``model``: no tensor is ``missing``, and none is ``unknown`` to the model.
 
     Raises:
-        UsageError: if they are not.
+        UsageError: if the names differ.
     """
     found = ((missing, "of its tensors are not there"), (unknown, "are not its own"))
     if missing or unknown:
@@ -188,14 +188,14 @@ def check_names(model: str, missing: Sequence[str], unknown: Sequence[str]) -> N
 
 
 class _Written(TorchDispatchMode):
-    """Sees which tensors are given values."""
+    """Records which tensors are given values."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._storages: Final[set[int]] = set()
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether some element of ``tensor`` has been given a value, while both were there."""
+        """Whether some element of ``tensor`` was given a value while this mode was active."""
         return storage_key(tensor) in self._storages
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:

@@ -1,4 +1,4 @@
-"""Models that are equal at the start: every rank makes its own, and gets rank 0's values."""
+"""Equal models at the start: every rank makes its own model, and gets rank 0's values."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def verify_module_states(group: Group, model: nn.Module) -> None:
 
 
 def verify_random_state(group: Group) -> None:
-    """Check that all ranks would draw the same random numbers of torch's on the CPU next. Collective.
+    """Check that torch's random generator on the CPU has the same state on all ranks. Collective.
 
     Raises:
-        MismatchError: if they would not.
+        MismatchError: if states differ.
     """
     group.check_equal(
         "the state of torch's random numbers before run.model(...), which must draw the same on all ranks",
@@ -48,6 +48,6 @@ def checksum(tensor: torch.Tensor) -> int:
     """The CRC-32 of the bits of ``tensor``, copied to the CPU a MiB at a time."""
     found, flat = 0, tensor.detach().contiguous().view(-1).view(torch.uint8)
     for part in flat.split(1 << 20):
-        # A copy, for torch never again frees the memory of what was seen by NumPy.
+        # A copy, since torch never frees the memory of a tensor that NumPy has viewed.
         found = zlib.crc32(part.to("cpu", copy=True).numpy().data, found)
     return found

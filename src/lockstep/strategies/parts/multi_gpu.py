@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 
 
 def spans_gpus(model: nn.Module) -> bool:
-    """Whether ``model`` lies on more than one GPU, to stay there: its ``forward`` moves what it needs."""
+    """Whether ``model`` lies on more than one GPU, to stay there: its ``forward`` moves tensors between GPUs."""
     return len(_gpus(model)) > 1
 
 
@@ -19,7 +19,7 @@ def check_reached(model: nn.Module, device: torch.device) -> None:
     """Check that a part of ``model`` is on the rank's ``device``, to which its inputs are moved.
 
     Raises:
-        UsageError: if none does.
+        UsageError: if no part is.
     """
     gpus = _gpus(model)
     if gpus and device not in gpus:

@@ -1,4 +1,4 @@
-"""The state of torch's random generators, as one tensor that can be sent and kept."""
+"""The state of torch's random generators, as a tensor that can be sent and kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tensor that is divided by rows, seen from one rank: its rows here, and what optimizers remember of them."""
+"""A tensor divided by rows, seen from one rank: the rank's rows, and the optimizer state of these rows."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ class RowShard:
     """This rank's rows of a tensor; the ranks together hold each row once."""
 
     rows: range  #: may be empty
-    shape: tuple[int, ...]  #: of the whole
-    leads: bool  #: whether this rank writes what belongs to the tensor and is not divided, such as a count of steps
+    shape: tuple[int, ...]  #: of the whole tensor
+    leads: bool  #: whether this rank writes undivided values of the tensor, such as a count of steps
 
     def shards(self, values: object) -> Any:
-        """Of ``values``, nested, that belong to the rows here: each tensor of their shape as those rows of a whole one.
+        """The nested ``values`` of this rank's rows, with each tensor of the rows' shape as a shard of a whole tensor.
 
         Any other tensor is whole on the rank that `leads`, and absent elsewhere.
 
         Raises:
-            UsageError: for a tensor of another shape with several elements: it does not treat each row by itself.
+            UsageError: for a tensor of another shape with several elements: such an optimizer does not treat each row
+                by itself.
         """
         return pytree.tree_map_only(torch.Tensor, self._shard, values)
 
     def own(self, values: object) -> Any:
-        """Of ``values``, nested, of whole tensors or those of a file: what belongs here, with memory of its own."""
+        """This rank's part of nested ``values`` of whole tensors, in memory or a file; rows are copies."""
         return pytree.tree_map_only(torch.Tensor, self._own, values)
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ class RowShard:
 
 
 def rows_of(tensor: torch.Tensor, rows: range) -> torch.Tensor:
-    """These rows of ``tensor``, in memory of their own; of one in a file only they are read."""
+    """The ``rows`` of ``tensor``, in memory of their own; of a tensor in a file only these rows are read."""
     if isinstance(tensor, StoredTensor):
         return tensor.rows(rows.start, rows.stop)
     return tensor[rows.start : rows.stop].clone()

@@ -1,4 +1,4 @@
-"""Gradients of few rows, such as those of ``nn.Embedding(sparse=True)``: summed as dense tables, and then sparse again.
+"""Sparse gradients, as of ``nn.Embedding(sparse=True)``: summed as dense tables, and then sparse again.
 
     sparse                      dense, with a column that tells which rows are there
     row 1: a b                  0 0 0
@@ -7,8 +7,8 @@
                                 0 0 0
                                 c d 1
 
-So they are summed like any other gradient, along the same tree, and an optimizer such as SparseAdam steps the rows that
-had a part in some micro-batch of the step, and no others. On the wire they are as large as the table.
+So sparse gradients are summed like any other gradient, along the same tree, and an optimizer such as SparseAdam steps
+only the rows that had a part in some micro-batch of the step. Messages are as large as the table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def sparse_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
     """The parameters of ``model`` whose gradients are sparse, with their names.
 
     Raises:
-        UsageError: if one of them is also used elsewhere, where its gradient is dense.
+        UsageError: if such a parameter is also used where its gradient is dense.
     """
     found: dict[nn.Parameter, str] = {}
     elsewhere: dict[nn.Parameter, str] = {}
@@ -41,7 +41,7 @@ def sparse_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def refuse_sparse(model: nn.Module, strategy: str) -> None:
-    """For a strategy that moves dense gradients only.
+    """Check that ``model`` has no sparse gradients, for a ``strategy`` that sums only dense ones.
 
     Raises:
         UsageError: if ``model`` has a parameter with sparse gradients.
@@ -53,7 +53,7 @@ def refuse_sparse(model: nn.Module, strategy: str) -> None:
 
 
 def dense_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """The sparse ``gradient`` of a table (rows, ...) as a dense one of shape (rows, elements of a row + 1)."""
+    """The sparse ``gradient`` of a table (rows, ...) as a dense tensor of shape (rows, elements of a row + 1)."""
     gradient = gradient.coalesce()
     values = gradient.values().reshape(gradient.indices().shape[1], -1)
     table = values.new_zeros(gradient.shape[0], values.shape[1] + 1)
@@ -62,12 +62,12 @@ def dense_rows(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def no_rows(parameter: torch.Tensor) -> torch.Tensor:
-    """What `dense_rows` is of a gradient without a row."""
+    """The result of `dense_rows` for a gradient without a row."""
     return parameter.new_zeros(len(parameter), parameter[:1].numel() + 1, requires_grad=False)
 
 
 def sparse_again(table: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None:
-    """The sparse gradient, of the shape of ``like``, with the rows that some summand of ``table`` had; None: no row."""
+    """The sparse gradient of shape ``like.shape`` from ``table``, a sum of `dense_rows`; None if it has no row."""
     rows = table[:, -1].nonzero().view(1, -1)
     if not rows.numel():
         return None

@@ -1,4 +1,4 @@
-"""A model that is given as its stages: what `Run.model` makes of a list."""
+"""A model made of stages, as `Run.model` makes from a list."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from torch import nn
 
 
 class StageSequence(nn.Module):
-    """Stages one behind the other: each is called with what the one before has returned.
+    """Stages in sequence: each is called with the result of the stage before.
 
         stage 0 (inputs of the model) ──► x ──► stage 1 (x) ──► (x, mask) ──► stage 2 (x, mask) ──► output
 
-    A tuple becomes several arguments, anything else is one. The stages are the submodules ``0``, ``1`` and so on.
+    A tuple becomes several arguments, any other value one argument. The stages are the submodules ``0``, ``1`` and so
+    on.
 
     Args:
         stages: at least one.
@@ -26,11 +27,11 @@ class StageSequence(nn.Module):
 
     @property
     def stages(self) -> list[nn.Module]:
-        """In their order."""
+        """The stages, in order."""
         return [module for module in self._modules.values() if module is not None]
 
     def forward(self, *inputs: object) -> Any:
-        """What the last stage returns."""
+        """The result of the last stage."""
         output: Any = inputs
         for stage in self.stages:
             output = stage(*output) if isinstance(output, tuple) else stage(output)

@@ -1,4 +1,4 @@
-"""Where the tensors of models and optimizers lie: on every rank, or each on its owner.
+"""Layouts of models' and optimizers' tensors: on every rank, or each on its owner.
 
                       parameters, buffers     gradients       states of optimizers
 replicated            every rank              every rank      every rank
@@ -25,7 +25,7 @@ from lockstep.strategies.strategy import StateDict, StateLayout
 
 
 class ReplicatedLayout(StateLayout):
-    """Every rank holds everything."""
+    """The layout in which every rank holds all tensors."""
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of the gradients, all of which this rank holds."""
@@ -33,11 +33,11 @@ class ReplicatedLayout(StateLayout):
         return norm_of_rows(squared_norms(gradients), parameters[0].device)
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
-        """``found`` itself: it is the same on all ranks."""
+        """``found`` itself, which is equal on all ranks."""
         return found
 
     def model_state(self, model: nn.Module) -> StateDict:
-        """``model.state_dict()``: every tensor is whole here."""
+        """``model.state_dict()``: every tensor is whole on this rank."""
         return model.state_dict()
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
@@ -45,7 +45,7 @@ class ReplicatedLayout(StateLayout):
         model.load_state_dict(state)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """``optimizer.state_dict()``: every tensor is whole here."""
+        """``optimizer.state_dict()``: every tensor is whole on this rank."""
         return optimizer.state_dict()
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
@@ -54,12 +54,12 @@ class ReplicatedLayout(StateLayout):
 
 
 class ShardedOptimizerLayout(StateLayout):
-    """Every rank holds models and gradients, and of optimizers' states those of the parameters that are its own.
+    """The layout in which every rank holds models and gradients, and the optimizer states of its own parameters.
 
     Args:
         group: all ranks.
         owner_of: the rank that steps a parameter.
-        alone: whether `optimizer_state` gives only what lies on this rank, and asks no other one.
+        alone: whether `optimizer_state` gives only the states on this rank, and asks no other rank.
     """
 
     def __init__(self, group: Group, owner_of: Callable[[nn.Parameter], int], *, alone: bool = False) -> None:
@@ -84,7 +84,7 @@ class ShardedOptimizerLayout(StateLayout):
         self._whole.load_model(model, state)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """The states of this rank's parameters as whole `TensorShard`, of others as absent ones. Collective."""
+        """The states of this rank's parameters as whole `TensorShard`, other states as absent ones. Collective."""
         return self._states.own(optimizer) if self._alone else self._states.gather(optimizer)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
@@ -93,9 +93,9 @@ class ShardedOptimizerLayout(StateLayout):
 
 
 class OwnerLayout(StateLayout):
-    """Each parameter and buffer lies on some ranks, such as those of its stage, and the state of its optimizer, too.
+    """The layout in which each parameter and buffer, and its optimizer state, lies on some ranks, such as a stage's.
 
-    The first rank that holds a tensor is the one that writes it. The others may free its memory.
+    The first rank that holds a tensor writes it to checkpoints. Ranks that do not hold a tensor may free its memory.
     """
 
     def __init__(self, group: Group) -> None:
@@ -110,12 +110,12 @@ class OwnerLayout(StateLayout):
         ranks_of: Callable[[str], Sequence[int]],
         divided: Mapping[str, RowShard] | None = None,
     ) -> None:
-        """Remember ``model``, of which every tensor has its shape here. Collective, with the same answers.
+        """Remember ``model``, whose tensors have their shapes on this rank. Collective, with equal arguments.
 
         Args:
-            model: its parameters remain the same objects, whatever memory they give up.
-            ranks_of: which ranks will hold the tensor of this name in ``model.state_dict()``, at least one.
-            divided: parameters of which each of these ranks holds some rows, by name: those of this rank.
+            model: its parameters remain the same objects, even if their memory is freed.
+            ranks_of: the ranks that will hold the tensor of this name in ``model.state_dict()``, at least one.
+            divided: this rank's rows of each parameter that is divided among its ranks, by name.
         """
         locations: dict[str, _TensorRanks] = {}
         rows_of = divided or {}
@@ -184,7 +184,7 @@ class OwnerLayout(StateLayout):
         model.load_state_dict({name: value for name, value in state.items() if name not in away}, strict=False)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """The states that this rank writes as whole `TensorShard`, others as absent ones. Collective."""
+        """The states that this rank writes as whole `TensorShard`, other states as absent ones. Collective."""
         return self._states.gather(optimizer)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
@@ -204,27 +204,27 @@ class _TensorRanks:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    ranks: tuple[int, ...]  #: that hold it; the first one writes it
-    divided: RowShard | None = None  #: the rows on this rank, if each of them holds and writes some
+    ranks: tuple[int, ...]  #: that hold the tensor; the first rank writes it
+    divided: RowShard | None = None  #: the rows on this rank, if each of `ranks` holds and writes some rows
 
     def rows_written_by(self, rank: int) -> range:
-        """The rows of `squared_row_norms` that ``rank``, this one, knows and no other one writes."""
+        """The rows of `squared_row_norms` that ``rank``, this rank, knows and no other rank writes."""
         if self.divided is not None:
             return self.divided.rows
         return range(self.rows if self.ranks[0] == rank else 0)
 
     @property
     def rows(self) -> int:
-        """How many `squared_row_norms` it has."""
+        """The number of `squared_row_norms` of the tensor."""
         return self.shape[0] if self.shape else 1
 
     @property
     def squares(self) -> torch.dtype:
-        """Of which type they are."""
+        """The type of `squared_row_norms`."""
         return torch.promote_types(self.dtype.to_real(), torch.float32)
 
     def part_of(self, tensor: torch.Tensor | None, group: Group) -> torch.Tensor | TensorShard:
-        """What this rank saves of it, if it holds ``tensor``, or rows of it."""
+        """The part of the tensor that this rank saves; ``tensor``: the tensor or rows held by this rank, or None."""
         if self.divided is not None:
             here = tensor is not None and len(self.divided.rows)
             return self.divided.shards(tensor) if here else TensorShard.absent(self.shape, self.dtype)
@@ -236,12 +236,13 @@ class _TensorRanks:
 
 
 class States:
-    """The states of optimizers, of which each rank holds those of the parameters that it steps.
+    """The states of optimizers, where each rank holds the states of the parameters that it steps.
 
     Args:
         group: all ranks.
-        ranks_of: which of them step a parameter, the same answer on all of them; the first one writes its state.
-        rows_of: this rank's rows of a parameter of which each of these ranks steps some; None: each steps all of it.
+        ranks_of: the ranks that step a parameter, the same answer on all ranks; the first rank writes its state.
+        rows_of: this rank's rows of a parameter if each of its ranks steps some rows; None: each steps the whole
+            parameter.
     """
 
     def __init__(
@@ -259,10 +260,10 @@ class States:
     def gather(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """``optimizer.state_dict()`` as on a rank that steps all parameters; tensors as `TensorShard`. Collective.
 
-        What states there are and their plain values are exchanged where they have changed; otherwise this takes 1 ms.
+        The names and plain values of states are exchanged only if they have changed; otherwise a call takes 1 ms.
 
         Raises:
-            UsageError: if the optimizer has come to hold other plain values in its parameter groups on other ranks.
+            UsageError: if plain values in the optimizer's parameter groups differ between ranks.
         """
         state = optimizer.state_dict()
         own = self._written_here(optimizer, state)
@@ -282,7 +283,7 @@ class States:
         return state | {"state": states}
 
     def own(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """``optimizer.state_dict()`` with no other states than those that this rank writes; asks no other rank."""
+        """``optimizer.state_dict()`` with only the states that this rank writes; asks no other rank."""
         state = optimizer.state_dict()
         others = {key: value for key, value in state["state"].items() if not isinstance(key, int)}
         return state | {"state": self._written_here(optimizer, state) | others}
@@ -296,7 +297,7 @@ class States:
         }
 
     def load(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
-        """Load what `gather` gave, in which every tensor is whole; states that other ranks hold are left out."""
+        """Load a ``state`` of `gather`, in which every tensor is whole; states that other ranks hold are left out."""
         parameters = parameters_of(optimizer)
         kept = {
             key: values
@@ -316,12 +317,12 @@ class States:
         return self._ranks_of(parameter)[0] == self._group.rank if rows is None else len(rows.rows) > 0
 
     def _own(self, parameter: nn.Parameter, values: object) -> object:
-        """What this rank writes of ``values``, the states of ``parameter``."""
+        """The part of ``values``, the states of ``parameter``, that this rank writes."""
         rows = self._rows_of(parameter)
         return as_owned_shards(values) if rows is None else rows.shards(values)
 
     def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
-        """Whether some rank has ``changed``; checks also that parameter groups are equal. Collective."""
+        """Whether some rank has ``changed``; also checks that parameter groups are equal. Collective."""
         plain = {
             f"{name} of group {number}": repr(value)
             for number, group in enumerate(groups)
@@ -348,18 +349,18 @@ def load_states(
     state: StateDict,
     part_of: Callable[[Any, nn.Parameter], Any] = lambda value, _parameter: value,
 ) -> None:
-    """``optimizer.load_state_dict(state)``, with no more in memory than what is loaded, and one tensor.
+    """``optimizer.load_state_dict(state)``, with memory for no more than the loaded part of the state and one tensor.
 
     The groups of parameters stay the objects that a script may hold, as in ``decay, rest = optimizer.param_groups``.
 
     Args:
-        optimizer: its states of before are dropped first.
+        optimizer: its earlier states are dropped first.
         state: of the whole optimizer; tensors may be in a file.
-        part_of: what of a value is this rank's, for the parameter that it belongs to.
+        part_of: gives this rank's part of a value, for the parameter of the value.
     """
     parameters = dict(enumerate(parameters_of(optimizer)))
     if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
-        optimizer.state.clear()  # it would be replaced; another one may copy into what is there
+        optimizer.state.clear()  # torch would replace it; an optimizer's own method may copy into the states that exist
     found = {}
     for key, values in state["state"].items():
         parameter = parameters.get(key)
@@ -378,7 +379,7 @@ def load_states(
 
 
 def _read(name: str, value: object, parameter: nn.Parameter) -> object:
-    """``value`` in memory; on the device of its parameter where `torch.optim.Optimizer` would put it."""
+    """``value`` in memory; a stored tensor on the device where `torch.optim.Optimizer` would put it."""
     if not isinstance(value, StoredTensor):
         return in_memory(value)
     return value.whole() if name == "step" else value.whole().to(parameter.device)

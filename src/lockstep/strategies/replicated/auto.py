@@ -1,11 +1,11 @@
-"""A strategy chosen from the model's size, the memory that is free and the link, among those that compute the same.
+"""The strategy ``auto``, which chooses ddp, zero or fsdp by the model's size, the free memory and the link.
 
     fits whole                     ddp      one sum of all gradients a step: the least traffic
     fits without Adam's moments    zero     the moments divided
     else                           fsdp     everything divided, at half as much traffic again
 
-All three give the same bits, so the choice changes how long a step takes and nothing else. What would be faster on
-a slow link, but compute something else, is only mentioned.
+All three give the same bits, so the choice changes only the duration of a step. Strategies that would be faster on a
+slow link, but have other results, are only mentioned.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lockstep.strategies.strategy import ReplicaAssignment, Strategy, StrategyCo
 from lockstep.strategy_kinds import DdpOptions, FsdpOptions, NoOptions, ZeroOptions
 
 _MIB = 1 << 20
-# Of the free memory, what may be planned with: activations and libraries want the rest.
+# The part of free memory that may be planned with: activations and libraries need the rest.
 _USABLE = 0.6
 # Sums of these sizes tell the latency and the rate of the link.
 _SMALL, _LARGE = 1 << 12, _MIB
 _TRIES = 3
-# Below this rate a link is slow enough that compressing gradients is worth a word, in bytes a second.
+# Below this rate, in bytes a second, compressing gradients is worth mentioning.
 _SLOW = 250e6 / 8
 
 
@@ -45,7 +45,7 @@ def open_strategy(context: StrategyContext, options: NoOptions) -> Auto:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How sums over the ranks go, between machines or GPUs."""
+    """The latency and rate of sums over ranks, between machines or GPUs."""
 
     latency_s: float
     rate: float  #: bytes a second of a ring's traffic
@@ -53,15 +53,15 @@ class Link:
     def bucket_mb(self, size_bytes: int) -> float:
         """MiB of gradients to be summed at once, so that sums overlap the backward pass at little cost.
 
-        More buckets begin earlier, and each costs a latency: for K buckets of S bytes in all, the cost that cannot be
-        hidden is about K * latency + S / K / rate, which is least for buckets of sqrt(latency * rate * S).
+        More buckets begin earlier, but each costs a latency: for K buckets of S bytes in all, the cost that cannot be
+        hidden is about K * latency + S / K / rate, which is least for buckets of sqrt(latency * rate * S) bytes.
         """
         return min(25.0, max(0.5, math.sqrt(self.latency_s * self.rate * size_bytes) / _MIB))
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, and why."""
+    """The chosen strategy, and the reason."""
 
     name: str
     why: str
@@ -69,15 +69,15 @@ class Choice:
 
 
 def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None) -> Choice:
-    """The strategy for a model of ``parameter_bytes`` on ``ranks`` with so much memory each. A pure function.
+    """The choice of a strategy for a model of ``parameter_bytes`` on ``ranks`` ranks. A pure function.
 
     Args:
         parameter_bytes: of all parameters.
         free_bytes: of each rank's memory, beside the parameters; the least of all ranks.
-        ranks: how many there are.
-        link: None where ranks sum in the memory of one machine, or there is one rank.
+        ranks: number of ranks.
+        link: between ranks; None where ranks sum in the memory of one machine, or for one rank.
     """
-    # Beside the parameters: gradients, as large, and the two moments of Adam, for the optimizer is not known yet.
+    # Beside the parameters: gradients of the same size, and Adam's two moments, since the optimizer is not known yet.
     whole, divided = 3 * parameter_bytes, parameter_bytes + 2 * parameter_bytes // ranks
     usable = int(_USABLE * free_bytes)
     has = f"gradients and Adam's moments take {size(whole)} and {size(usable)} can be used"
@@ -97,7 +97,7 @@ def choose(parameter_bytes: int, free_bytes: int, ranks: int, link: Link | None)
 
 
 def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Link:
-    """Measure the link between the ranks of ``group`` by a few sums, in less than a second. Collective."""
+    """Measure the link between the ranks of ``group`` by a few sums, in less than one second. Collective."""
     took = {}
     for size_bytes in (_SMALL, _LARGE):
         tensor = torch.zeros(size_bytes // 4)
@@ -123,17 +123,17 @@ def _refuse(*_: object, **__: object) -> NoReturn:
 
 
 class _Undecided(Strategy):
-    """What `Auto` is before it has seen a model."""
+    """The strategy inside `Auto` before the first model is known; refuses all work."""
 
     state_layout = property(_refuse)
     setup_model = resync = backward = normalize_by_count = end_micro_batch = end_replay = discard_step = _refuse
 
     def close(self) -> None:
-        """Nothing was opened."""
+        """Do nothing, since nothing was opened."""
 
 
 class Auto(DelegatingStrategy):
-    """The strategy ``auto``: delegates to the one that it chooses when it sees the first model."""
+    """The strategy ``auto``, which delegates to a strategy that is chosen for the first model."""
 
     def __init__(self, context: StrategyContext) -> None:
         self.assignment = ReplicaAssignment(context.group.rank, context.group.size)

@@ -1,7 +1,7 @@
 """Gradients that are compressed before ranks send them, and summed over ranks.
 
-A rank first adds up its own micro-batches as they are; only what it sends is changed. So the result depends on how
-many ranks there are, and is the same, bit for bit, each time as many train.
+A rank first adds up the gradients of its own micro-batches uncompressed; only the sent sum is compressed. So the result
+depends on the number of ranks, and is equal, bit for bit, in each training with this number.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Compression(Protocol):
         Args:
             flat: one-dimensional, the same length on every rank; the sum will arrive in it.
             parameters: all of one model.
-            gradients: theirs, views of ``flat``.
+            gradients: of ``parameters``, views of ``flat``.
 
         Collective, for the same parameters in the same order.
         """
         ...
 
     def finish(self) -> None:
-        """Wait for every sum that was begun: all gradients of each model, the same bits on all ranks. Collective."""
+        """Wait for every begun sum, over all gradients of each model, with equal bits on all ranks. Collective."""
         ...
 
     def state_dict(self) -> StateDict:
-        """What the next steps depend on. Collective."""
+        """The state that the next steps depend on. Collective."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -59,7 +59,7 @@ class Uncompressed(Compression):
         self._sums: Final = NativeAllReduce(group)
 
     def setup_model(self, model: nn.Module) -> None:
-        """Any model will do."""
+        """Do nothing: any model is accepted."""
 
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Begin torch's all-reduce of ``flat``."""
@@ -70,29 +70,29 @@ class Uncompressed(Compression):
         self._sums.finish()
 
     def state_dict(self) -> StateDict:
-        """Nothing is left over."""
+        """An empty dict, since no gradient is left unsent."""
         return {}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Nothing to put back."""
+        """Do nothing, since no state is saved."""
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Do nothing, since nothing is open."""
 
 
 class Cast(Compression):
-    """Gradients travel, and are added, as numbers of two bytes: half of the traffic of fp32, a quarter of fp64.
+    """Gradients sent and added as numbers of two bytes: half of the traffic of fp32, a quarter of fp64.
 
-    They are rounded once before they are sent and once by each addition. bf16 has the range of fp32 and 8 bits of
+    Gradients are rounded once before they are sent and once by each addition. bf16 has the range of fp32 and 8 bits of
     precision. fp16 has 11 bits; below 6e-8 it is zero and above 65504 infinite, which the loss scale of
-    ``precision="fp16"`` sees and skips. What is summed are shares of the mean over the global batch, so more ranks
-    bring no number nearer to that end.
+    ``precision="fp16"`` sees and skips. The summands are shares of the mean over the global batch, so more ranks bring
+    no number nearer to this limit.
     """
 
     def __init__(self, group: Group, dtype: torch.dtype) -> None:
         self._dtype: Final = dtype
         self._sums: Final = RankOrderAllReduce(group)
-        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []  # where each sum goes, and what is sent
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []  # the target of each sum, and the sent tensor
 
     def setup_model(self, model: nn.Module) -> None:
         """Any model will do."""
@@ -105,7 +105,7 @@ class Cast(Compression):
             self._begun.append((flat, sent))
 
     def finish(self) -> None:
-        """Wait for every sum that was begun, and convert it back."""
+        """Wait for every begun sum, and convert each back to its own type."""
         begun, self._begun = self._begun, []
         self._sums.finish()
         for flat, sent in begun:

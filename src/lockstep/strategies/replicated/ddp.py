@@ -7,8 +7,8 @@ goes on::
     buckets           [g3 g2][g1 g0]
     exchange          [  bucket 0  ][  bucket 1  ]
 
-The user calls the model itself: of DDP only the hooks on gradients are used, and `backward` enables them.
-So the model is what it is on one rank, and DDP can be made again when other parameters are trained.
+The user calls the model itself: of DDP only the hooks on gradients are used, and `backward` enables them. So the model
+is unchanged from one rank, and DDP can be made again when other parameters are trained.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.
@@ -63,7 +63,7 @@ _COMPRESSIONS: Final[dict[str, Callable[[StrategyContext, DdpOptions], Compressi
 
 
 def open_strategy(context: StrategyContext, options: DdpOptions) -> Strategy:
-    """The strategy ``ddp``; one rank alone needs none, and has nothing to compress. Collective."""
+    """The strategy ``ddp``; for a single rank `SingleProcess`, without compression. Collective."""
     if context.group.size == 1:
         return SingleProcess(context.group, context.runs, exact=context.exact)
     require_ddp()
@@ -83,10 +83,10 @@ class Ddp(Strategy):
 
     Args:
         group: all ranks.
-        runs: what each of them computes.
+        runs: the micro-batches of each rank.
         exact: whether gradients are summed along the tree over micro-batches.
         bucket_mb: MiB of gradients exchanged at once; None: chosen.
-        compression: how the ranks' gradients are summed where that is not exact; None: as they are.
+        compression: how gradients are summed over ranks if not ``exact``; None: uncompressed.
     """
 
     can_update_trainable = True
@@ -108,18 +108,18 @@ class Ddp(Strategy):
         self._bucket_mb: Final = bucket_mb or _BUCKET_MB[group.device.type]
         self._all_reduce: Final = open_all_reduce(group, runs)
         self._compression: Final = compression or Uncompressed(group)
-        # Else each pass would add to what was not sent yet.
+        # Else each pass would add to the gradients that compression has not sent yet.
         self.repeats_step = isinstance(self._compression, Uncompressed)
-        # With compression, some of it waits on each rank to be sent.
+        # With compression, each rank holds gradients that are not sent yet.
         self.state_part = StatePart(0, 1, self.state_layout) if isinstance(self._compression, Uncompressed) else None
         self._buffers: Final = Buffers(self._all_reduce, group, group.device)
-        self._native: Final = NativeAllReduce(group)  # of what DDP does not reduce
+        self._native: Final = NativeAllReduce(group)  # for gradients that DDP does not reduce
         self._models: Final[list[DdpReducer]] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for
         self._awaited: dict[ParameterSet, int] = {}  # how many parameters DDP waits for in a target's backward pass
-        self._models_by_target: dict[ParameterSet, dict[int, DdpReducer]] = {}  # ... and the models, by their numbers
+        self._models_by_target: dict[ParameterSet, dict[int, DdpReducer]] = {}  # ... and the models, by number
         self._step_has_begun = False
-        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
+        self._buffers_are_moved = False  # whether buffers have moved already, before the step's end
         self._forward_contexts = contextlib.ExitStack()
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}  # of this step
         self._reduction: BucketReduction | None = None  # within the backward pass of a rank's last micro-batch
@@ -153,7 +153,7 @@ class Ddp(Strategy):
         return model
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """Sum the gradients of the parameters that ``target`` has of each model from now on. Collective."""
+        """Sum the gradients of the parameters of ``target``, in each model, from now on. Collective."""
         self._buffers.check_known()
         for reducer in self._models:
             inside = set(reducer.model.parameters())
@@ -164,7 +164,7 @@ class Ddp(Strategy):
         self._models_by_target.clear()
 
     def _reduce(self, reducer: DdpReducer, *, init_sync: bool) -> None:
-        """Sum the gradients of what learns now of a model. Collective."""
+        """Sum the gradients of a model's trainable parameters from now on. Collective."""
         for parameter in reducer.trained:
             self._names.pop(id(parameter), None)
         reducer.reduce(reducer.trainable(), init_sync=init_sync)
@@ -177,10 +177,10 @@ class Ddp(Strategy):
         self._buffers.resync()
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Let DDP see a forward pass; in the first one of a step it may lay out its buckets again, on all ranks."""
+        """Tell DDP of a forward pass; in a step's first pass, DDP may lay out its buckets again, on all ranks."""
         if not self._step_has_begun:
-            # Left to the forward pass, one rank could lay out the buckets of the second model while another one already
-            # reduces the first.
+            # If the forward pass did this, a rank could lay out the buckets of the second model while another rank
+            # already reduces the first model.
             self._step_has_begun = True
             for reducer in self._models:
                 reducer.begin_step()
@@ -193,7 +193,7 @@ class Ddp(Strategy):
         """Compute the gradients; for the last micro-batch, sum them over all ranks while the backward pass goes on.
 
         Raises:
-            UsageError: with the names of parameters that had no part in the loss, or that got a second gradient.
+            UsageError: naming parameters that had no part in the loss, or that got a second gradient.
         """
         if target not in self._accumulators:
             self._accumulators[target] = TreeGradientAccumulator(target, position.of)
@@ -204,7 +204,7 @@ class Ddp(Strategy):
                 accumulator.accumulate(position)
             return
         models = self._models_of(target)
-        # Which of several models comes first depends on the loss, which may differ between ranks; sums must not.
+        # The order of several models depends on the loss, which may differ between ranks; the order of sums must not.
         defers = len(models) > 1 and any(m.find_unused_parameters for m in models.values())
         self._reduction = reduction = BucketReduction(accumulator, position, defers)
         for reducer in models.values():
@@ -238,7 +238,7 @@ class Ddp(Strategy):
         divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
+        """Restore buffers; after the last micro-batch, move buffers by the mean over the step. Collective then."""
         self._forward_contexts.close()
         self._step_has_begun = not position.last
         if not self._buffers_are_moved:
@@ -248,7 +248,7 @@ class Ddp(Strategy):
     def replay(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """Drop the gradients; compute none of another rank's, where DDP notes which parameters this one has used."""
+        """Drop the gradients; skip another rank's micro-batch if DDP tracks the parameters that this rank has used."""
         tracks = any(model.find_unused_parameters for model in self._models_of(target).values())
         if not (tracks and position.is_other_ranks):
             super().replay(loss, weight, target, position)
@@ -259,7 +259,7 @@ class Ddp(Strategy):
         self._buffers.restore(discards_step=False)
 
     def before_update(self, position: MicroBatchPosition) -> None:
-        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
+        """Move buffers by the mean over the step, whose rest then needs no other rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
         self._buffers_are_moved = True
@@ -273,11 +273,11 @@ class Ddp(Strategy):
         self._buffers.restore()
 
     def state_dict(self) -> StateDict:
-        """What the compression of gradients has not sent yet."""
+        """The gradients that the compression has not sent yet."""
         return self._compression.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Let the compression of gradients go on from what it had not sent; empty: it starts over. Collective."""
+        """Let the compression go on with the gradients not sent yet; empty: start over. Collective."""
         self._compression.load_state_dict(state)
 
     def close(self) -> None:
@@ -287,7 +287,7 @@ class Ddp(Strategy):
         self._compression.close()
 
     def _models_of(self, target: ParameterSet) -> dict[int, DdpReducer]:
-        """The models with parameters of ``target`` whose gradients DDP sums, by their numbers."""
+        """The models with parameters of ``target`` whose gradients DDP sums, by model number."""
         if target not in self._models_by_target:
             self._models_by_target[target] = {
                 number: reducer
@@ -299,7 +299,7 @@ class Ddp(Strategy):
     def _begin_sparse(
         self, target: ParameterSet, reduction: BucketReduction
     ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Begin the sums of what DDP does not reduce; in which tables they will be, as `sparse_again` takes them."""
+        """Begin the sums of sparse gradients, which DDP does not reduce; returns their tables, for `sparse_again`."""
         position = reduction.position
         arriving = []
         for parameter in (p for p in target.parameters if p in target.sparse):
@@ -312,11 +312,11 @@ class Ddp(Strategy):
             arriving.append((parameter, table))
         return arriving
 
-    # The hook reports each bucket as done at once. Buckets are the memory of `.grad`, so that the sums need not be
-    # returned to DDP: they only have to be there when `backward` returns.
+    # The hook reports each bucket as done at once. Buckets are the memory of `.grad`, so the sums need not be returned
+    # to DDP: sums only have to be complete when `backward` returns.
 
     def _start_bucket(self, model: int, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """DDP's communication hook: start the sum of ``bucket``, of the model of that number."""
+        """DDP's communication hook: start the sum of ``bucket``, of the model with the number ``model``."""
         reduction = self._reduction
         assert reduction is not None
         accumulator, position = reduction.accumulator, reduction.position
@@ -345,7 +345,7 @@ class Ddp(Strategy):
         started = [bucket for bucket in reduction.started if not self._models[bucket.model].find_unused_parameters]
         if sum(len(bucket.parameters) for bucket in started) < awaited:
             unused = [self._names[id(p)] for p in target.parameters if id(p) in self._names and p.grad is None]
-            if not unused:  # DDP's hooks are on what they were before
+            if not unused:  # DDP's hooks are on the parameters from before
                 raise UsageError(
                     "parameters were given another type, replaced or tied after run.model(...): do that before it"
                 )

@@ -1,4 +1,4 @@
-"""Torch's DistributedDataParallel around one model: what is asked of it, most of which has no public name.
+"""Torch's DistributedDataParallel around one model: the calls of DDP that are used, most without a public name.
 
     reduce(trained)            DDP puts a hook on each gradient, and divides the gradients into buckets
     begin_step()               DDP may lay out its buckets again
@@ -48,11 +48,11 @@ _ALIGNMENT: Final = 64
 
 
 class ReducedByRun(DistributedDataParallel):
-    """Torch's own, told apart from one that a script has put around a model."""
+    """Torch's own class, told apart from a `DistributedDataParallel` that a script has put around a model."""
 
 
 class DdpReducer:
-    """Divides the gradients of one model into buckets, and says when each of them is ready.
+    """Divides the gradients of a model into buckets, and calls a hook with each bucket that is ready.
 
     Args:
         model: as the user calls it.
@@ -79,7 +79,7 @@ class DdpReducer:
     ) -> None:
         self.model: Final = model
         self.find_unused_parameters: Final = find_unused_parameters and not static_graph
-        #: Those whose gradients DDP waits for.
+        #: The parameters whose gradients DDP waits for.
         self.trained: tuple[nn.Parameter, ...] = ()
         self._number: Final = number
         self._hook: Final = hook
@@ -88,8 +88,8 @@ class DdpReducer:
         on_one_gpu = group.device.type == "cuda" and not spans_gpus
         self._device_ids: Final = [group.device] if on_one_gpu else None
         # After the backward pass of a model, DDP exchanges which of its parameters were used. The order of models
-        # depends on the loss, of which a model may be no part on one rank: so each has a process group of its own.
-        # NCCL's process groups are for one GPU of each rank; gloo takes tensors on any of them.
+        # depends on the loss, in which a model may have no part on some rank: so each model has a process group of its
+        # own. NCCL's process groups are for one GPU of each rank; gloo takes tensors on any GPU.
         self._process_group: Final = (
             group.new_process_group(backend="gloo")
             if spans_gpus
@@ -97,23 +97,24 @@ class DdpReducer:
             if self.find_unused_parameters
             else group.process_group
         )
-        self._ddp: ReducedByRun | None = None  # None where nothing learns
-        self._first_static_step = False  # whether the graph is static, and its first step is to come
+        self._ddp: ReducedByRun | None = None  # None if no parameter is trainable
+        self._first_static_step = False  # whether the graph is static, and its first step still to come
 
     @property
     def is_active(self) -> bool:
-        """Whether some parameters of the model learn."""
+        """Whether some parameters of the model are trained."""
         return self._ddp is not None
 
     def trainable(self) -> tuple[nn.Parameter, ...]:
-        """The parameters of the model that learn now and whose gradients are dense, in order."""
+        """The parameters of the model that are trainable now and have dense gradients, in order."""
         sparse = sparse_parameters(self.model)
         return tuple(p for p in self.model.parameters() if p.requires_grad and p not in sparse)
 
     def reduce(self, trained: Sequence[nn.Parameter], *, init_sync: bool) -> None:
-        """Wait for the gradients of ``trained`` from now on. With ``init_sync``, rank 0's values first. Collective."""
+        """Wait for the gradients of ``trained`` from now on; ``init_sync``: first copy rank 0's values. Collective."""
         self.trained = tuple(trained)
-        # The old DDP removes its hooks from the parameters when it goes, which must be before the new one adds its own.
+        # The old DDP removes its hooks from the parameters when it is deleted, which must be before the new DDP adds
+        # its own.
         self._ddp = None
         if not trained:
             return
@@ -133,32 +134,32 @@ class DdpReducer:
         self._first_static_step = self._static_graph
 
     def begin_step(self) -> None:
-        """Before the first forward pass of a step: after the first step, DDP lays out its buckets again. Collective."""
+        """Let DDP lay out its buckets again after the first step, before a step's first forward pass. Collective."""
         if self._ddp is not None:
             rebuild_buckets(self._ddp)
 
     def inside_forward(self) -> AbstractContextManager[object]:
-        """A context for a forward pass: what torch.compile compiles in it is cut where buckets end."""
+        """A context for a forward pass, in which torch.compile cuts the model at the ends of buckets."""
         return nullcontext() if self._ddp is None else inside_forward(self._ddp)
 
     def expect_backward(self, accumulator: TreeGradientAccumulator, loss: torch.Tensor) -> None:
-        """The backward pass of ``loss`` comes next, in which the gradients are summed over ranks."""
+        """Prepare the backward pass of ``loss``, in which gradients are summed over ranks."""
         assert self._ddp is not None
         if self._first_static_step:
-            # Not before: in the first step DDP counts how often each gradient comes; with earlier micro-batches, it
-            # would wait for too many later.
+            # Not earlier: in the first step DDP counts how often each gradient comes; counting earlier micro-batches,
+            # it would later wait for too many.
             set_static_graph(self._ddp)
         if self.find_unused_parameters:
             accumulator.fill_missing(self.trained)
-        # DDP's own forward pass would prepare for sums in each pass, and fail later where no backward pass follows, as
-        # when a GAN's generator is trained through its discriminator.
+        # DDP's own forward pass would prepare sums in each pass, and fail later if no backward pass follows, as when a
+        # GAN's generator is trained through its discriminator.
         self._ddp.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
     def start_remaining_buckets(self, *, has_begun: bool) -> None:
-        """After the backward pass: start the sums that other ranks may wait for, and this one has not started.
+        """Start the sums that other ranks may wait for and this rank has not started, after the backward pass.
 
-        No parameter had a part in this rank's loss, so that DDP was never called; or it is the first step of a static
-        graph, in which DDP only counts. ``has_begun`` says whether the sum of some bucket was started.
+        Such sums exist if no parameter had a part in this rank's loss, so that DDP was never called, or in the first
+        step of a static graph, in which DDP only counts. ``has_begun`` says whether the sum of some bucket was started.
         """
         unseen = self.find_unused_parameters and not has_begun
         if self._ddp is not None and (self._first_static_step or unseen):
@@ -169,7 +170,7 @@ class DdpReducer:
 class StartedBucket(NamedTuple):
     """A bucket whose sum was started."""
 
-    model: int  #: whose, by its number
+    model: int  #: number of the bucket's model
     flat: torch.Tensor
     version: int  #: how often ``flat`` had been changed
     parameters: list[torch.Tensor]
@@ -177,14 +178,14 @@ class StartedBucket(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class BucketReduction:
-    """The state of one backward pass whose gradients are summed over ranks: that of a rank's last micro-batch."""
+    """The state of the backward pass of a rank's last micro-batch, in which gradients are summed over ranks."""
 
     accumulator: TreeGradientAccumulator
     position: MicroBatchPosition
     defers: bool  #: whether sums are started after the backward pass, in an order that does not depend on the loss
     started: list[StartedBucket] = field(default_factory=list)
     deferred: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)  #: by model and bucket
-    #: buckets on other GPUs of this rank, and their sums on its own one
+    #: buckets on other GPUs of this rank, and their sums on the rank's own GPU
     elsewhere: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def start(self, model: int, bucket: GradBucket, begin: Callable[[], None]) -> None:
@@ -201,18 +202,18 @@ class BucketReduction:
             begin()
 
     def copy_to_other_gpus(self) -> None:
-        """Put the sums of buckets on other GPUs of this rank where their gradients are."""
+        """Copy the sums of buckets of this rank's other GPUs back to these GPUs."""
         while self.elsewhere:
             flat, total = self.elsewhere.pop()
             flat.copy_(total)
 
 
 def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Each gradient begins at a multiple of `_ALIGNMENT` bytes in its memory, as where no bucket holds it.
+    """Copy gradients that do not begin at a multiple of `_ALIGNMENT` bytes, so that all begin as without buckets.
 
-    On a GPU a sum or a norm of one tensor is grouped by the address at which that begins, so an optimizer that takes
-    norms would have other bits than on one rank. All that stand otherwise are copied by one kernel, most models have
-    none: the sizes of their parameters are multiples of 16.
+    On a GPU, additions in a sum or norm of a tensor are grouped by the tensor's address, so an optimizer that takes
+    norms would have other bits than on one rank. Such gradients are copied by one kernel; most models have none, since
+    the sizes of their parameters are multiples of 16.
     """
     moved = [p for p in parameters if p.grad is not None and p.grad.storage_offset() * p.grad.itemsize % _ALIGNMENT]
     if moved:
@@ -223,7 +224,7 @@ def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def finished(flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """What DDP's communication hook returns for a bucket with which DDP has nothing more to do."""
+    """The result of DDP's communication hook for a bucket with which DDP has nothing more to do."""
     future = torch.futures.Future[torch.Tensor]()
     future.set_result(flat)
     return future

@@ -4,9 +4,9 @@
     batch of 16 ─┤                                    ├─► outputs of 16, on GPU 0 ──► loss
                  └── rows 8..15 ─►  copy on GPU 1   ──┘
 
-The gradient is that of the whole micro-batch. Copies are made in each forward pass, and their buffers are forgotten:
-what is kept is what the first device has seen, such as the running statistics of its rows alone. To rehearse without
-GPUs, CPU threads do the same; which of them draws a random number first is left to chance.
+The gradient is that of the whole micro-batch. Copies are made in each forward pass, and their buffers are dropped: only
+the buffers of the first device are kept, such as the running statistics of its rows. To rehearse without GPUs, CPU
+threads take the place of GPUs; the order in which threads draw random numbers is left to chance.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def open_strategy(context: StrategyContext, options: DpOptions) -> Strategy:
     """The strategy ``dp``.
 
     Raises:
-        SettingError: if there are several ranks, or no or too few GPUs, and this is no rehearsal.
+        SettingError: for several ranks, too few GPUs, or no GPU without ``rehearse``.
     """
     ranks, gpus = context.group.size, torch.cuda.device_count()
     if ranks > 1:
@@ -70,9 +70,9 @@ def open_strategy(context: StrategyContext, options: DpOptions) -> Strategy:
 
 
 def _call_instead(model: nn.Module, call: Callable[..., Any]) -> None:
-    """``model(...)`` is ``call(...)`` from now on; its copies are called as they are.
+    """Let ``model(...)`` call ``call(...)`` from now on; copies of the model are called as usual.
 
-    Torch keeps here what `nn.Module.compile` makes, for calls alone: no copy and no file has it.
+    ``call`` is stored in the place of the result of `nn.Module.compile`, which torch neither copies nor saves.
     """
     set_call(model, call)
     model.compile = _refuse_compile  # type: ignore[method-assign]
@@ -83,35 +83,35 @@ def _refuse_compile(*args: object, **kwargs: object) -> NoReturn:
 
 
 class GpuDataParallel:
-    """``module``, computed on so many GPUs, each for some rows of its inputs."""
+    """``module``, computed on several GPUs, each for some rows of the inputs."""
 
     def __init__(self, module: nn.Module, devices: Sequence[int]) -> None:
         self._module: Final = module
         self._devices: Final = devices
 
     def __call__(self, *inputs: object, **more: object) -> object:
-        """As torch's DataParallel does it."""
-        # A copy that shares all tensors, and that is called as it is.
+        """The outputs of ``module``, as torch's DataParallel computes them."""
+        # A copy that shares all tensors, and is called without division.
         twin = copy.copy(self._module)
         return data_parallel(twin, inputs, self._devices, module_kwargs=more or None)
 
 
 class CpuDataParallel:
-    """``module``, computed in so many threads, each for some rows of its inputs."""
+    """``module``, computed in several threads, each for some rows of the inputs."""
 
     def __init__(self, module: nn.Module, threads: int) -> None:
         self._module: Final = module
         self._threads: Final = threads
 
     def __call__(self, *inputs: object, **more: object) -> object:
-        """As of ``module``: tensors are divided along their first dimension, and outputs are put together along it."""
+        """The outputs of ``module``; input tensors are divided, and outputs joined, along their first dimension."""
         parts = _divided((inputs, more), self._threads)
         if len(parts) < 2:
             return plain_call(self._module)(*inputs, **more)
-        # Copies share the parameters, so all gradients arrive at the same ones; all else is their own.
+        # Copies share the parameters, so all gradients arrive at the same parameters; all other tensors are copied.
         shared = {id(parameter): parameter for parameter in self._module.parameters()}
         modules = [plain_call(self._module), *(copy.deepcopy(self._module, dict(shared)) for _ in parts[1:])]
-        # Modes of the thread that calls are not those of a new one.
+        # A new thread does not inherit the modes of the calling thread.
         gradients, dtype = torch.is_grad_enabled(), torch.get_autocast_dtype("cpu")
         formats = torch.is_autocast_enabled("cpu")
 
@@ -124,7 +124,7 @@ class CpuDataParallel:
 
 
 def _divided(value: object, into: int) -> list[Any]:
-    """``value`` for each thread: with some rows of each tensor, also within lists, tuples and dicts."""
+    """The part of ``value`` for each thread, with some rows of each tensor, also within lists, tuples and dicts."""
 
     def of_thread(number: int) -> Any:
         return map_leaves(lambda leaf: leaf.chunk(into)[number] if _has_rows(leaf) else leaf, value)

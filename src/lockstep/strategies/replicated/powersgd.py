@@ -3,15 +3,15 @@
 A matrix of n rows and m columns is approximated by ``p.T @ q``, where p has r orthonormal rows of length n, and q has r
 rows of length m. Every rank starts a step from the same q; the errors e are a rank's own, and g is its gradient::
 
-    on each rank     e += g                what was left out before counts now
+    on each rank     e += g                earlier errors count now
                      p  = q @ e.T          r x n   ──►  summed over ranks, then made orthonormal
                      q  = p @ e            r x m   ──►  summed over ranks
                      e -= p.T @ own q      what this rank's share of the step leaves out
     everywhere       gradient = p.T @ q
 
-Both sums cover all matrices of all models, so a step sends two messages, however many layers there are; what is no
-matrix travels whole with the first. Nothing is lost for good: at any time, the gradients applied so far and the errors
-of all ranks add up to the true gradients.
+Both sums cover all matrices of all models, so a step sends two messages, however many layers there are; parameters that
+are no matrices are sent whole with the first. No gradient is lost: at any time, the gradients applied so far and the
+errors of all ranks add up to the true gradients.
 
 Thijs Vogels, Sai Praneeth Karimireddy, Martin Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization (2019), arXiv 1905.13727, algorithms 1 and 2.
@@ -39,9 +39,9 @@ class PowerSGD(Compression):
     Args:
         group: whose gradients are summed.
         rank: r, the rank of the approximations.
-        start: for so many steps gradients are summed as they are.
-        may_skip: whether steps with gradients that are not finite are skipped, so that they must not become errors.
-            Costs a look at all gradients and one more message, of a single number.
+        start: number of first steps in which gradients are summed uncompressed.
+        may_skip: whether steps with gradients that are not finite are skipped, so that such gradients must not become
+            errors. Costs a look at all gradients and one more message, of a single number.
     """
 
     def __init__(self, group: Group, *, rank: int, start: int, may_skip: bool) -> None:
@@ -74,7 +74,7 @@ class PowerSGD(Compression):
         """Sum the approximations of all gradients that were begun, of all models at once. Collective."""
         gradients, self._gradients = self._gradients, {}
         flats, self._flats = self._flats, {}
-        # In the models' order, not in that of the buckets: DDP cuts them again after the first step.
+        # In the order of models, not of buckets, which DDP cuts again after the first step.
         begun = [self._models[number] for number in sorted(flats)]
         compressed = [factors for factors in begun if factors.steps >= self._start]
         self._sums.finish()
@@ -93,10 +93,10 @@ class PowerSGD(Compression):
         return {"models": [factors.state(self._group) for factors in self._models]}
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Go on from `state_dict`; empty: start over. Collective.
+        """Load ``state``, of `state_dict`; empty: start over. Collective.
 
-        As many ranks as before go on to the bit. Another number of ranks divides the sum of all errors evenly, so it
-        still holds that nothing is lost. Where the rank r was another one, q starts over.
+        With the number of ranks of before, the training goes on with the same bits. Another number of ranks divides the
+        sum of all errors evenly, so that still no gradient is lost. If the rank r has changed, q starts over.
         """
         saved = state.get("models", [])
         for factors in self._models:
@@ -148,7 +148,7 @@ class PowerSGD(Compression):
 
 
 class _Stack:
-    """The matrices of one model that have the same shape, one above the other."""
+    """The matrices of a model that have equal shape, stacked in one tensor."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], rank: int) -> None:
         self.names: Final = tuple(names)
@@ -159,20 +159,20 @@ class _Stack:
         self.q: Final = torch.stack([_first_q(name, rank, columns) for name in names]).to(device, dtype)
 
     def errors_as(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The errors, each shaped like its namesake of ``tensors``."""
+        """The errors, each with the shape of its counterpart of ``tensors``."""
         return [error.view(tensor.shape) for error, tensor in zip(self.error.unbind(), tensors, strict=True)]
 
     def remember(self, q: torch.Tensor) -> None:
-        """The next step begins from ``q``, with rows of length 1.
+        """Begin the next step from ``q``, with rows scaled to length 1.
 
-        A row of zeros, as after a step without gradient, would stay one for ever: then the old one is kept.
+        A row of zeros, as after a step without gradient, would stay zero for ever: then the old row is kept.
         """
         length = torch.linalg.vector_norm(q, dim=2, keepdim=True)
         self.q.copy_(torch.where(length > 0, q / length, self.q))
 
 
 class _Factors:
-    """What is remembered of one model; no memory is taken before the first step that is compressed."""
+    """The factors and errors of a model; no memory is taken before the first compressed step."""
 
     def __init__(self, model: nn.Module, rank: int, number: int) -> None:
         self.number: Final = number
@@ -180,7 +180,7 @@ class _Factors:
         self.stacks: list[_Stack] = []
         self._rank: Final = rank
         self._matrices: Final[dict[object, dict[str, nn.Parameter]]] = {}
-        self.vectors: Final[list[nn.Parameter]] = []  # what is sent whole
+        self.vectors: Final[list[nn.Parameter]] = []  # parameters that are sent whole
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -192,7 +192,7 @@ class _Factors:
                 self.vectors.append(parameter)
 
     def open(self) -> None:
-        """The stacks are there."""
+        """Make the stacks, unless they exist."""
         if not self.stacks:
             self.stacks = [_Stack(list(m), list(m.values()), self._rank) for m in self._matrices.values()]
 
@@ -206,7 +206,7 @@ class _Factors:
         return {"steps": self.steps, "q": qs, "errors": errors}
 
     def load(self, state: StateDict, group: Group) -> None:
-        """Load `state`, in which errors are whole; what it lacks starts over."""
+        """Load a `state` with whole errors; values that the state lacks start over."""
         self.steps = state.get("steps", 0)
         self.stacks = []
         qs, errors = state.get("q", {}), state.get("errors", {})
@@ -222,13 +222,13 @@ class _Factors:
 
 
 def orthonormalize(rows: torch.Tensor) -> None:
-    """Make the rows of each matrix orthonormal, in place; a row that depends on those above it becomes zero.
+    """Make the rows of each matrix orthonormal, in place; a row that depends on the rows above becomes zero.
 
     Args:
         rows: of shape (matrices, rows, columns), of a real floating type.
 
-    By Gram and Schmidt, over all matrices at once; each row twice, since once leaves it far from orthogonal where it
-    nearly depends on the others. For the few rows here this is several times faster than a QR decomposition.
+    By Gram-Schmidt, over all matrices at once, with two passes per row, since one pass leaves a row that nearly depends
+    on the others far from orthogonal. For few rows this is several times faster than a QR decomposition.
     """
     smallest = torch.finfo(rows.dtype).eps
     for place in range(rows.shape[1]):
@@ -244,7 +244,7 @@ def orthonormalize(rows: torch.Tensor) -> None:
 
 
 def _multiply_into(gradients: Sequence[torch.Tensor], p: torch.Tensor, q: torch.Tensor) -> None:
-    """Each of ``gradients`` becomes its ``p.T @ q``."""
+    """Set each of ``gradients`` to its ``p.T @ q``."""
     for gradient, tall, wide in zip(gradients, p.mT, q, strict=True):
         if gradient.dtype == p.dtype and gradient.is_contiguous():
             torch.mm(tall, wide, out=gradient.view(tall.shape[0], wide.shape[1]))
@@ -253,24 +253,24 @@ def _multiply_into(gradients: Sequence[torch.Tensor], p: torch.Tensor, q: torch.
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All of them in one new tensor of one dimension, and each as a view of it."""
+    """All ``tensors`` in one new tensor of one dimension, and each as a view of this tensor."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     pieces = flat.split([tensor.numel() for tensor in tensors])
     return flat, [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def _shape_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """As a matrix: the first dimension by all others."""
+    """The shape of ``parameter`` as a matrix: the first dimension by all others."""
     return (parameter.shape[0], math.prod(parameter.shape[1:])) if parameter.dim() > 1 else (1, parameter.numel())
 
 
 def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
-    """In which errors are kept: those of a format of two bytes would be lost in its roundings."""
+    """The type of errors, at least fp32: in a type of two bytes, errors would be lost in rounding."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _first_q(name: str, rank: int, columns: int) -> torch.Tensor:
-    """Random rows of length 1, the same for the same name on all ranks."""
+    """Random rows of length 1, equal on all ranks for equal names."""
     generator = torch.Generator().manual_seed(seed_of("powersgd", name))
     return nn.functional.normalize(torch.randn(rank, columns, generator=generator), dim=1)
 

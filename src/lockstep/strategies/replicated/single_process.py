@@ -1,4 +1,4 @@
-"""One replica, on one rank, which holds the whole tree. Every other strategy is measured against it."""
+"""The strategy ``none``: one replica on one rank. Every other strategy must give the bits of this strategy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class SingleProcess(Strategy):
         group: of one rank.
         runs: the micro-batches of each rank.
         exact: whether gradients are folded along the tree.
-        prepare: what is done with a model before it is called.
-        repeats_bits: whether what is prepared gives the same bits each time.
+        prepare: is called with each model in `setup_model`.
+        repeats_bits: whether a prepared model gives the same bits each time.
     """
 
     assignment = ReplicaAssignment(0, 1)
@@ -74,7 +74,7 @@ class SingleProcess(Strategy):
         return model
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """Check that the models still have the buffers that they had; gradients are computed for any parameters."""
+        """Check that the models still have the same buffers; gradients are computed for any parameters."""
         self._buffers.check_known()
 
     def resync(self) -> None:
@@ -95,7 +95,8 @@ class SingleProcess(Strategy):
         else:
             for parameter in target.sparse:
                 if parameter.grad is not None:
-                    # As a sum over ranks is: clipping before two entries of a row are added rounds otherwise.
+                    # Coalesced like a sum over ranks: clipping before two entries of a row are added would round
+                    # differently.
                     parameter.grad = parameter.grad.coalesce()
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
@@ -103,7 +104,7 @@ class SingleProcess(Strategy):
         divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Restore buffers; after the last micro-batch, move them by the mean over the step."""
+        """Restore buffers; after the last micro-batch, move buffers by the mean over the step."""
         self._buffers.end_micro_batch(position)
 
     def end_replay(self) -> None:

@@ -1,10 +1,10 @@
-"""Replicas that divide the optimizer's work and memory: each rank steps its own parameters and broadcasts them.
+"""The strategy ``zero``, which divides the optimizer's work and memory: each rank steps and broadcasts its parameters.
 
 backward, reduction          as with ddp: .grad is the same on all ranks
 the optimizer's step         rank 0: A B      rank 1: C       rank 2: D E       each its own parameters
 then                         A B C D E        A B C D E       A B C D E         which all ranks receive
 
-It is the first of the three stages of ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With AdamW in
+This is the first of the three stages of ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054). With AdamW in
 fp32 a parameter takes 4 bytes for itself, 4 for its gradient and 8/W of W ranks' memory for the state of the optimizer,
 where ddp takes 16. The second stage divides gradients as well: `fully_sharded`, with blocks that stay gathered until
 the last backward pass of a step, 4 + 12/W bytes a parameter.
@@ -32,7 +32,7 @@ from lockstep.torch_private import require_ddp
 
 
 def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
-    """The strategy ``zero``; one rank alone owns everything, and needs none. Collective."""
+    """The strategy ``zero``; for a single rank `SingleProcess`. Collective."""
     if options.stage == 2:
         return fully_sharded.open_strategy(context, FsdpOptions(reshard="step"), "zero:stage=2")
     if context.group.size == 1:
@@ -43,15 +43,15 @@ def open_strategy(context: StrategyContext, options: ZeroOptions) -> Strategy:
 
 
 class Zero(DelegatingStrategy):
-    """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as torch's do.
+    """The strategy ``zero``: the bits of ``ddp``, for optimizers that step each parameter by itself, as in torch.
 
-    The user's own optimizer steps: where a parameter has no gradient, optimizers leave it alone and make no state for
-    it. So its groups, hooks and schedulers are what they are on one rank, and so is the state that is saved. An
-    optimizer that makes its states when it is made, such as Adagrad, keeps those of other ranks' parameters, too.
+    The user's own optimizer steps: optimizers skip a parameter without a gradient and make no state for it. So the
+    optimizer's groups, hooks and schedulers are the same as on one rank, and so is the saved state. An optimizer that
+    makes its states in its constructor, such as Adagrad, also keeps the states of other ranks' parameters.
     """
 
     can_update_trainable = True
-    repeats_step = False  # an optimizer's closure would see the parameters that this rank steps, and no others
+    repeats_step = False  # an optimizer's closure would see only the parameters that this rank steps
     update_share = UpdateShare(has_gradients=True)
     check_optimizer = Strategy.check_optimizer  # by this strategy's own part of the state
 
@@ -67,11 +67,11 @@ class Zero(DelegatingStrategy):
         self._stepped: list[ParameterSet] = []  # in this step
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """As ``ddp`` does, and from now on each parameter has an owner. Collective."""
+        """Set up ``model`` as ``ddp`` does, and give each parameter an owner. Collective."""
         prepared = self._replicas.setup_model(
             model, find_unused_parameters=find_unused_parameters, static_graph=static_graph
         )
-        # What is frozen has an owner, too, to whom its state belongs if it learns later, also after a resume.
+        # A frozen parameter has an owner, too, for its state if it is trained later, also after a resume.
         frozen = [p for p in model.parameters() if not p.requires_grad]
         self._share_out([p for p in model.parameters() if p.requires_grad])
         loads, self._loads = self._loads, [0] * len(self._loads)
@@ -80,7 +80,7 @@ class Zero(DelegatingStrategy):
         return prepared
 
     def update_trainable(self, target: ParameterSet) -> None:
-        """Train the parameters of ``target``; new ones get an owner, frozen ones keep theirs. Collective."""
+        """Train the parameters of ``target``; new parameters get an owner, frozen ones keep theirs. Collective."""
         self._replicas.update_trainable(target)
         self._share_out(target.parameters)
 
@@ -94,14 +94,14 @@ class Zero(DelegatingStrategy):
         return self._replicas
 
     def before_optimizer_step(self, target: ParameterSet) -> None:
-        """Drop the gradients of the parameters that other ranks own: their optimizer leaves them alone here."""
+        """Drop the gradients of parameters that other ranks own, so that this rank's optimizer skips them."""
         for parameter in target.parameters:
             if self._owner_of(parameter) != self._rank:
                 parameter.grad = None
         self._stepped.append(target)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """After the last one, send the parameters that this rank has stepped to all others, and receive theirs."""
+        """After the last micro-batch, send this rank's stepped parameters to all ranks, and receive the others'."""
         if position.last:
             parameters = [p for target in self._stepped for p in target.parameters]
             self._owner_broadcast([p.detach() for p in parameters], [self._owner_of(p) for p in parameters])
@@ -114,10 +114,10 @@ class Zero(DelegatingStrategy):
         self._replicas.discard_step()
 
     def close(self) -> None:
-        """Close what gradients are summed with and parameters sent with."""
+        """Close the threads and connections for sums of gradients and for sending parameters."""
         self._replicas.close()
         self._owner_broadcast.close()
 
     def _owner_of(self, parameter: nn.Parameter) -> int:
-        # One that is in no model, or frozen, has no gradient that ranks share: it is as on one rank.
+        # A parameter of no model, or a frozen one, has no gradient that ranks share, as on one rank.
         return self._owners.get(id(parameter), 0)
