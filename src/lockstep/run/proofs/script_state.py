@@ -31,6 +31,7 @@ from lockstep.run.state.user_values import PlainValue
 
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
 _MOST_PLAIN: Final = 2000
+_MOST_OF_ONE: Final = 500  # of one variable
 _SHOWN: Final = 40  # characters of a value
 
 
@@ -52,7 +53,10 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     roots = {name: value for name, value in roots.items() if id(value) not in skip}
-    marks = look(roots, skip=skip, depth=_DEPTH, limit=_MOST_PLAIN)
+    marks: dict[str, Mark] = {}
+    # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
+    for name, value in roots.items():
+        marks |= look({name: value}, skip=skip, depth=_DEPTH, limit=min(_MOST_OF_ONE, _MOST_PLAIN - len(marks)))
     inputs = training_inputs(frame, state, calls).held_between()
     return {
         "variables": sorted(roots),
