@@ -168,9 +168,7 @@ def is_in_memory(dataset: UserDataset) -> bool:
     """Whether ``dataset`` lies in memory as tensors, so that loader processes would help nothing."""
     try:
         return columns_of(dataset) is not None
-    except (
-        DataError
-    ):  # unusable tensors, which `open_micro_batch_loader` refuses with the reason
+    except DataError:  # unusable tensors, which `open_micro_batch_loader` refuses with the reason
         return True
 
 

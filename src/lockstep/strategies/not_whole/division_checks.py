@@ -76,7 +76,7 @@ def check_stateless(model: nn.Module, mixed: str) -> None:
     """Check that no module has running statistics, which torch would compute in the lower type.
 
     Raises:
-        UsageError: for one that has.
+        UsageError: for a module or parameter that fails the check.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:

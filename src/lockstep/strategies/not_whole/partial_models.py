@@ -87,7 +87,7 @@ class AbsentTensor(torch.Tensor):
 
     @classmethod
     def like(cls, tensor: torch.Tensor, name: str, strategy: str, shape: Sequence[int] | None = None) -> AbsentTensor:
-        """In place of ``tensor``, which has no values here, or only some of those of a tensor of ``shape``."""
+        """An absent tensor in place of ``tensor``, which has no values, or some values of a tensor of ``shape``."""
         absent = torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="meta")
         absent = absent.as_subclass(cls)
         absent._what = half_a_model(name, strategy)
