@@ -97,7 +97,7 @@ class Measurement:
         if done < self._steps:
             self._recorder.begin_step(done, begins_pass=begins_pass)
         elif self._counting is None and self._counted:
-            self._recorder.begin_step(done, begins_pass=begins_pass)  # which ends the one before
+            self._recorder.begin_step(done, begins_pass=begins_pass)  # which ends the step before
             self._recorder.end()
             self._counting = ExitStack()
             for mode in filter(None, (self._flops, self._waits)):

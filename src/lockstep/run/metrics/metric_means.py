@@ -109,7 +109,7 @@ class MetricMeans:
         return {name: [m.units, m.odd, m.count] for name, m in self._means.items()}
 
     def load(self, state: Mapping[str, list[int | float]], *, here: bool) -> None:
-        """Go on from `state`, whatever the number of ranks was: it is all ``here``, or on another rank."""
+        """Load a ``state`` of any number of ranks, which is completely on the rank with ``here``."""
         self._means = {}
         for name, (units, odd, count) in state.items():
             if here:
@@ -243,7 +243,7 @@ class PassMetrics:
                 self.losses.setdefault(index, []).append(value)
 
     def add_norm(self, name: str, norm: torch.Tensor) -> None:
-        """The gradient of the step has ``norm``, the same on all ranks that step together. Does not wait for it."""
+        """Add the ``norm`` of the step's gradient, equal on ranks that step together. Does not wait for the device."""
         self._norms_of_step.append((name, as_it_is(norm)))
 
     def begin_pass(self) -> None:

@@ -51,7 +51,7 @@ _NOTHING: Final = "nothing", "nothing"
 
 
 class CheckSchedule:
-    """Which steps are checked: the first two of each pass, as far as that costs 0.5 % at most, and one in so many.
+    """The schedule of checked steps: the first two of each pass, at a cost of at most 0.5 %, and one in ``every``.
 
     Equal on all ranks.
 

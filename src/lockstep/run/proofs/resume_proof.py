@@ -92,7 +92,7 @@ class ResumeProof:
         self._expected: StateTree | None = None  # of the first step after a resume
         self._file = Path()  # of this record
         self._saved: int | None = None  # the step whose checkpoint waits for the next step's record
-        self._own: dict[str, dict[str, Any]] | None = None  # of that next step, or of the first one after a resume
+        self._own: dict[str, dict[str, Any]] | None = None  # record of this step, or of the first after a resume
         self._noted = False  # a difference was reported, so no second one needs to be
 
     def saved(self, step: int) -> None:

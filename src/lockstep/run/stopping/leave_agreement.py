@@ -95,7 +95,7 @@ class LeaveAgreement:
             self._left = Leave(did, step, _user_line(error))
 
     def agree(self) -> None:
-        """If this rank has left something, check that all ranks have left it after the same step. Collective then.
+        """Check that all ranks have left a loop or the run after the same step, if this rank has. Collective then.
 
         Takes about 1 ms.
 

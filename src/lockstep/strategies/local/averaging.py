@@ -1,8 +1,8 @@
-"""Sums and means over ranks of tensors that each of them holds whole, such as its parameters.
+"""Sums and means over ranks of tensors that each rank holds whole, such as its parameters.
 
-Torch has averagers for this (`torch.distributed.algorithms.model_averaging`). They are not used here, because they sum
-in the order of the backend, average the parameters that happen to have a gradient, which may be different ones on each
-rank, and leave out buffers.
+Torch has averagers for this (`torch.distributed.algorithms.model_averaging`). Torch's averagers are not used, because
+they sum in the order of the backend, average only parameters with a gradient, which may differ between ranks, and leave
+out buffers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RankAverager:
         self._sums: Final = RankOrderAllReduce(group)
 
     def begin(self, flat: torch.Tensor) -> None:
-        """Begin the sum of every rank's ``flat``, one-dimensional; after `finish` it is in ``flat``."""
+        """Begin the sum of every rank's ``flat``, one-dimensional; after `finish`, ``flat`` holds the sum."""
         with translating_peer_errors("the exchange of parameters"):
             for chunk in flat.split(self._at_once(flat)):
                 self._sums.begin(chunk)
@@ -40,7 +40,7 @@ class RankAverager:
             self._sums.finish()
 
     def sums(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sum of each tensor over all ranks, in new memory; every rank gives tensors of the same shapes."""
+        """The sum of each tensor over all ranks, in new memory; all ranks must give tensors of equal shapes."""
         results = [torch.empty_like(t, requires_grad=False) for t in tensors]
         for places in by_dtype(tensors):
             tensors_of_type, out = [tensors[place] for place in places], [results[place] for place in places]

@@ -1,21 +1,21 @@
-"""Each rank steps by itself for long; how far all of them got on average is one step of an outer optimizer.
+"""The strategy ``diloco``: ranks step separately for long, and their mean change is a step of an outer optimizer.
 
 DiLoCo (arXiv 2311.08105), and with ``fragments`` and ``overlap`` Streaming DiLoCo (arXiv 2501.18512)::
 
     --strategy diloco:period=8,fragments=2,overlap=1
 
     step                1 2 3 4 5 6 7 8 9
-    fragment 0                b a               b  begin: hand what this rank has moved since the fragment's start,
+    fragment 0                b a               b  begin: hand this rank's change since the fragment's start,
     fragment 1                        b a          the pseudo-gradient, to the exchange, which goes on in the background
                                                 a  apply: outer step with the mean over ranks, from the fragment's start
 
 The outer optimizer is SGD with Nesterov momentum, as torch's, on the mean pseudo-gradient; all ranks make the same
-step. Without ``overlap`` ranks restart from its result. With it they have stepped meanwhile, and take the mean of the
-result and of their own, of which ``mix`` is the part of their own. Fragments are equal parts of all trained
-parameters, cut without regard to layers, so the peak of the traffic is a ``fragments``-th.
+step. Without ``overlap`` ranks restart from its result. With ``overlap`` ranks have stepped meanwhile, and mix the
+result with their own parameters, whose share is ``mix``. Fragments are equal parts of all trained parameters, cut
+without regard to layers, so the peak of the traffic is a ``fragments``-th.
 
 A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. The
-result depends on how many ranks there are; for the same number it is the same bits.
+result depends on the number of ranks; an equal number gives equal bits.
 
 - The inner optimizer's moments stay each rank's own; nothing of them is averaged or forgotten while training.
 - Each rank changes its own running statistics of BatchNorm and other buffers; they are averaged at the end of each
@@ -48,7 +48,7 @@ _WIRES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def open_strategy(context: StrategyContext, options: DilocoOptions) -> DiLoCo:
-    """The strategy ``diloco``; on one rank, its outer optimizer alone. Collective.
+    """The strategy ``diloco``; on one rank, only its outer optimizer. Collective.
 
     Raises:
         SettingError: with precision fp16.
@@ -59,14 +59,14 @@ def open_strategy(context: StrategyContext, options: DilocoOptions) -> DiLoCo:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When each fragment is exchanged; steps are counted from 1."""
+    """The schedule of the fragments' exchanges; steps are counted from 1."""
 
     period: int
     fragments: int
     overlap: int
 
     def begins(self, step: int) -> int | None:
-        """The fragment whose exchange begins after ``step``: each once a period, the last at its end."""
+        """The fragment whose exchange begins after ``step``: each once a period, the last at the period's end."""
         place = (step - 1) % self.period + 1
         for fragment in range(self.fragments):
             if place == self.period * (fragment + 1) // self.fragments:
@@ -74,16 +74,16 @@ class Schedule:
         return None
 
     def applies(self, step: int) -> int | None:
-        """The fragment whose exchange is applied after ``step``; before another one may begin."""
+        """The fragment whose exchange is applied after ``step``, before another exchange may begin."""
         return self.begins(step - self.overlap) if step > self.overlap else None
 
     def as_tuple(self) -> tuple[int, int, int]:
-        """What two schedules that are the same have in common."""
+        """The values that two equal schedules have in common."""
         return self.period, self.fragments, self.overlap
 
 
 class OuterOptimizer:
-    """The outer optimizer: where its fragments start from, and its momentum; the same on all ranks."""
+    """The outer optimizer: the starts of its fragments, and its momentum; equal on all ranks."""
 
     def __init__(self, lr: float, momentum: float, fragments: int) -> None:
         self._lr: Final = lr
@@ -95,7 +95,7 @@ class OuterOptimizer:
         self._ranges: list[list[list[FlatRange]]] = []  # of each fragment, for each type of numbers
 
     def add_parameters(self, parameters: list[nn.Parameter]) -> None:
-        """Let the new ones of ``parameters``, which are all so far, start from what they hold."""
+        """Add the new ones of all ``parameters`` so far, with their present values as start."""
         new = parameters[len(self._parameters) :]
         self._parameters += new
         start = [p.detach().clone(memory_format=torch.contiguous_format) for p in new]
@@ -108,7 +108,7 @@ class OuterOptimizer:
         self._ranges = [[cuts[f] for cuts in of_types if cuts[f]] for f in range(self._fragments)]
 
     def pseudo_gradient(self, fragment: int) -> list[torch.Tensor]:
-        """The pseudo-gradient of a fragment: from its start to here, negated; one flat tensor for each type."""
+        """The pseudo-gradient of a fragment: its change since the start, negated; one flat tensor for each type."""
         device = self._parameters[0].device
         return [
             gather(self._start, ranges, device).sub_(gather(self._parameters, ranges, device))
@@ -116,7 +116,7 @@ class OuterOptimizer:
         ]
 
     def step(self, fragment: int, gradients: list[torch.Tensor], mix: float) -> None:
-        """One step of SGD with Nesterov momentum, as torch's; of what parameters hold, the part ``mix`` stays."""
+        """Make a step of SGD with Nesterov momentum, as torch's; a share ``mix`` of the parameters' values stays."""
         for ranges, gradient in zip(self._ranges[fragment], gradients, strict=True):
             device = self._parameters[0].device
             start, velocity = gather(self._start, ranges, device), gather(self._velocity, ranges, device)
@@ -128,7 +128,7 @@ class OuterOptimizer:
             scatter(self._parameters, ranges, mixed)
 
     def restart(self) -> None:
-        """Start from what the parameters hold; the momentum stays."""
+        """Start from the parameters' present values; the momentum stays."""
         for parameter, start in zip(self._parameters, self._start, strict=True):
             start.copy_(parameter.detach())
 
@@ -153,9 +153,9 @@ class DiLoCo(LocalStrategy):
         self._device: Final = context.group.device
         self._schedule: Final = Schedule(options.period, options.fragments, options.overlap)
         self._outer: Final = OuterOptimizer(options.outer_lr, options.outer_momentum, options.fragments)
-        self._in_flight: list[torch.Tensor] = []  # the exchange that was begun and not applied
-        self._arrived_mean: list[torch.Tensor] = []  # or the mean that came of it
-        self._left_start = False  # whether parameters have left where the outer optimizer starts from
+        self._in_flight: list[torch.Tensor] = []  # the exchange that was begun and is not applied yet
+        self._arrived_mean: list[torch.Tensor] = []  # or its mean
+        self._left_start = False  # whether parameters have left the outer optimizer's start
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
         """``model`` itself. Collective."""
@@ -185,7 +185,7 @@ class DiLoCo(LocalStrategy):
             self._local.resync()
 
     def finish_training(self) -> None:
-        """Give every rank the mean, for good, and the outer optimizer starts from it. Collective."""
+        """Give every rank the mean, for good, from which the outer optimizer then starts. Collective."""
         self._finish_exchange()
         self._arrived_mean = []
         self._replicas.average()
@@ -193,10 +193,10 @@ class DiLoCo(LocalStrategy):
         self.resync()
 
     def resync(self) -> None:
-        """Start from what models hold now."""
+        """Start from the models' present values."""
         super().resync()
         if not self._left_start:
-            self._outer.restart()  # or what the script has filled in would count as progress
+            self._outer.restart()  # else values set by the script would count as progress
 
     def state_dict(self) -> StateDict:
         """The outer optimizer, the exchange under way, and each rank's own. Collective.
@@ -241,6 +241,6 @@ class DiLoCo(LocalStrategy):
 
     def _apply_exchange(self, fragment: int) -> None:
         self._finish_exchange()
-        if self._arrived_mean:  # else it was dropped, as when training had been over
+        if self._arrived_mean:  # else the mean was dropped, as at the end of training
             self._outer.step(fragment, self._arrived_mean, self._options.mix if self._options.overlap else 0.0)
             self._arrived_mean = []

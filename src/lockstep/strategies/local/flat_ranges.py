@@ -1,4 +1,4 @@
-"""Tensors end to end, cut into even ranges: plans made of sizes alone, and the copies that follow them.
+"""Even ranges of tensors laid end to end: plans made from sizes alone, and copies by these plans.
 
 tensors, of 4, 3 and 5 elements     0 0 0 0 1 1 1 2 2 2 2 2
 cut into three                      0 0 0 0|1 1 1 2|2 2 2 2      [0:4], [0:3] + [0:1], [1:5]
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """Elements of one tensor, in the order of its indices."""
+    """A range of elements of a tensor, in the order of its indices."""
 
     index: int  #: of the tensor in the list
     first: int
@@ -22,7 +22,7 @@ class FlatRange:
 
 
 def cut(sizes: Sequence[int], count: int) -> list[list[FlatRange]]:
-    """``count`` runs of the elements of tensors of these sizes, each as the ranges in it.
+    """``count`` runs of the elements of tensors of these sizes, each as a list of ranges.
 
     Each element is in one range, the ranges follow the order of the elements, and the runs differ in length by at most
     one element.
@@ -60,18 +60,18 @@ def gather(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], device:
 
 
 def scatter(tensors: Sequence[torch.Tensor], ranges: Sequence[FlatRange], values: torch.Tensor) -> None:
-    """Put what `gather` gave, or such, into the tensors."""
+    """Copy ``values``, in the layout of `gather`, into the tensors."""
     for part, value in zip(ranges, values.split([part.end - part.first for part in ranges]), strict=True):
         tensor = tensors[part.index].detach()
         flat = _flat(tensor)
         with torch.no_grad():
             flat[part.first : part.end].copy_(value)
-            if flat.data_ptr() != tensor.data_ptr():  # its elements do not follow each other: `flat` is a copy
+            if flat.data_ptr() != tensor.data_ptr():  # not contiguous: `flat` is a copy
                 real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                 real.copy_(flat.view_as(real))
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements in the order of their indices; a view where they lie in that order."""
+    """The elements in the order of their indices; a view if the memory has this order."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)

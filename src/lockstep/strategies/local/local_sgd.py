@@ -1,4 +1,4 @@
-"""Each rank steps by itself, and parameters are averaged now and then (local SGD; arXiv 1805.09767, 1808.07217).
+"""The strategy ``local-sgd``: ranks step separately and are averaged at times (arXiv 1805.09767, 1808.07217).
 
     --strategy local-sgd:period=4
 
@@ -8,14 +8,13 @@
 
 A step is one optimizer step of each rank, on the mean gradient of its own micro-batches, clipped by its own norm. With
 ``warmup=N`` the first N steps are those of ``ddp`` (post-local SGD). With ``node_period=K`` the ranks of a node are
-averaged every K steps, and all ranks every ``period``. The result depends on how many ranks there are; for the same
-number it is the same bits. What a mean is of, and why each rank weighs the same: see
-`lockstep.strategies.local.model_averaging`.
+averaged every K steps, and all ranks every ``period``. The result depends on the number of ranks; an equal number gives
+equal bits. For the contents and weights of a mean, see `lockstep.strategies.local.model_averaging`.
 
 - Each rank changes its own running statistics of BatchNorm and other buffers; they are averaged with the parameters.
 - Momentum and the like stay each rank's own (``moments=keep``), which costs nothing, or are averaged with the
   parameters (``moments=average``), as much traffic again for each moment.
-- Evaluations and checkpoints see the mean over ranks of everything, moments included. A checkpoint also holds each
+- Evaluations and checkpoints see the mean over ranks of all state, including moments. A checkpoint also holds each
   rank's own, so the same number of ranks goes on exactly, also within a period; any other world and any other strategy
   starts from the mean. At the end of `Run.epochs` the mean stays.
 
@@ -62,12 +61,12 @@ class LocalSgd(LocalStrategy):
         self._node_averager: Final = (
             RankAverager(group.subgroup(same_node), context.bucket_mb) if options.node_period else None
         )
-        # A single rank needs no other one to step as ddp does.
+        # A single rank steps like ddp without other ranks.
         self._warmup: Final = options.warmup if group.size > 1 else 0
         self._ddp: Final = (
             Ddp(group, context.runs, exact=context.exact, bucket_mb=context.bucket_mb) if self._warmup else None
         )
-        self._stepping: Final[list[torch.optim.Optimizer]] = []  # whose moments are averaged
+        self._stepping: Final[list[torch.optim.Optimizer]] = []  # optimizers whose moments are averaged
         self._hooks = contextlib.ExitStack()
         if options.moments == "average" and group.size > 1:
             self._hooks.callback(register_optimizer_step_post_hook(self._has_stepped).remove)
@@ -80,11 +79,11 @@ class LocalSgd(LocalStrategy):
         return model
 
     def begin_count(self, counted: int) -> Callable[[], int]:
-        """The items of this rank; of all ranks where they step together to warm up. Collective then."""
+        """The items of this rank; of all ranks while these step together to warm up. Collective then."""
         return (lambda: counted) if self._warming_up is None else self._warming_up.begin_count(counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """After the last micro-batch, average over ranks if it is time to. Collective then."""
+        """After the last micro-batch, average over ranks if an average is due. Collective then."""
         warming_up = self._warming_up
         self._computing.end_micro_batch(position)
         if not position.last:
@@ -111,13 +110,13 @@ class LocalSgd(LocalStrategy):
         self._local.resync()
 
     def resync(self) -> None:
-        """Start from what models hold now."""
+        """Start from the models' present values."""
         super().resync()
         if self._ddp is not None:
             self._ddp.resync()
 
     def state_dict(self) -> StateDict:
-        """The position in the period, and what each rank holds of its own. Collective.
+        """The position in the period, and each rank's own values. Collective.
 
         To be called after `AveragedLayout.optimizer_state` of each optimizer.
         """

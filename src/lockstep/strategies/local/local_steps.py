@@ -1,4 +1,4 @@
-"""Steps that each rank makes by itself: the strategy ``none`` on the micro-batches of one rank.
+"""Steps that each rank makes separately: the strategy ``none`` on the micro-batches of one rank.
 
 step of 5 micro-batches     0 1 | 2 3 4
 rank 0                      0 1             of 2, gradient of their mean, its own optimizer step
@@ -27,7 +27,7 @@ NO_FP16_REASON: Final = "ranks step by themselves, so each would skip other step
 
 
 class LocalSteps:
-    """The part of a strategy that computes gradients: here those of the rank's own micro-batches alone."""
+    """The computation of gradients from only the rank's own micro-batches."""
 
     def __init__(self, context: StrategyContext) -> None:
         self._rank: Final = context.group.rank
@@ -37,14 +37,14 @@ class LocalSteps:
         self._single_process: Final = SingleProcess(
             group, lambda _, micro_batches: range(micro_batches), exact=context.exact
         )
-        self._samples = 0  # that this rank has met in the step
-        self._expected = 1  # that it will meet, as was seen from its first micro-batch
+        self._samples = 0  # samples of this rank so far in the step
+        self._expected = 1  # samples of this rank in the step, as expected from its first micro-batch
 
     def setup_model(self, model: nn.Module) -> None:
         """Keep the buffers of ``model`` at the mean over each step's micro-batches of this rank.
 
         Raises:
-            SettingError: for layers that normalise over all ranks, whose forward passes are not collective here.
+            SettingError: for layers that normalise over all ranks, since forward passes are not collective.
         """
         if normalises_over_ranks(model):
             raise SettingError(
@@ -65,9 +65,9 @@ class LocalSteps:
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last micro-batch ``.grad`` holds the mean over its own samples; None, if it had none.
+        """Compute gradients; after the rank's last micro-batch, ``.grad`` is the mean over its samples, or None.
 
-        Then its optimizers leave parameters and moments alone.
+        ``.grad`` is None for a rank without samples, whose optimizers then leave parameters and moments unchanged.
         """
         if position.is_padding:
             _clear_gradients(target)
@@ -87,7 +87,7 @@ class LocalSteps:
             _clear_gradients(target)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Restore buffers; after the last micro-batch, move them by the mean over the rank's own micro-batches."""
+        """Restore buffers; after the last micro-batch, move buffers by the mean over the rank's own micro-batches."""
         if position.is_padding:
             self._single_process.discard_step()
         else:
@@ -116,16 +116,16 @@ class LocalSteps:
         self._single_process.resync()
 
     def _own_weight(self, weight: torch.Tensor | None, position: MicroBatchPosition) -> torch.Tensor | None:
-        """From the micro-batch's part of the whole step to its part of this rank's.
+        """The micro-batch's share of this rank's samples, from its share of the whole step.
 
-        In the loss, since to multiply the gradients would take one more pass over them.
+        The factor is in the loss, since multiplying the gradients would take one more pass over them.
         """
         if weight is None or self._expected == position.step_samples:
             return weight
         return weight * (position.step_samples / self._expected)
 
     def _local_position(self, position: MicroBatchPosition) -> MicroBatchPosition:
-        """The same micro-batch in a step that is made of this rank's micro-batches alone."""
+        """The micro-batch's position in a step of only this rank's micro-batches."""
         run = self._runs(self._rank, position.of)
         return MicroBatchPosition(
             position.index - run.start, len(run), position.last, False, position.samples, position.step_samples
@@ -133,7 +133,7 @@ class LocalSteps:
 
 
 class LocalStrategy(Strategy):
-    """A strategy under which each rank steps by itself between two averages."""
+    """A strategy under which each rank steps separately between two averages."""
 
     def __init__(self, context: StrategyContext) -> None:
         group = context.group
@@ -144,11 +144,11 @@ class LocalStrategy(Strategy):
         self._replicas: Final = DivergedReplicas(self._averager)
         self._layout: Final = AveragedLayout(self._replicas)
         self.state_layout = self._layout
-        self._steps = 0  # made with this strategy
+        self._steps = 0  # steps made with this strategy
 
     @property
     def _computing(self) -> LocalSteps | Strategy:
-        """What computes the gradients of the step under way."""
+        """The computation of the current step's gradients."""
         return self._local
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
@@ -164,7 +164,7 @@ class LocalStrategy(Strategy):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """After the rank's last micro-batch, ``.grad`` holds the mean over its own samples; None, if it had none."""
+        """Compute gradients; after the rank's last micro-batch, ``.grad`` is the mean over its samples, or None."""
         self._computing.backward(loss, weight, target, position)
 
     def replay(
@@ -182,7 +182,7 @@ class LocalStrategy(Strategy):
         self._computing.normalize_by_count(target, samples, counted)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """A context in which every rank holds the mean; afterwards it holds its own again. Collective."""
+        """A context in which every rank holds the mean, and its own values again afterwards. Collective."""
         return self._replicas.averaged_models()
 
     def discard_step(self) -> None:
@@ -190,7 +190,7 @@ class LocalStrategy(Strategy):
         self._computing.discard_step()
 
     def resync(self) -> None:
-        """Start from what models hold now."""
+        """Start from the models' present values."""
         self._local.resync()
         self._replicas.resync()
 

@@ -1,10 +1,10 @@
-"""Models that diverge, one on each rank, and are averaged.
+"""Averages of models that diverge, one on each rank.
 
     rank 0   ●───────╮      ╭───────╮
     rank 1   ●───────┼ mean ┼───────┼ mean
     rank 2   ●───────╯      ╰───────╯
 
-What the mean is of:
+The mean is of:
 
 - trained parameters. Each rank weighs the same: all have made equally many steps, and how far an optimizer steps does
   not grow with the samples behind its gradient;
@@ -32,7 +32,7 @@ from lockstep.torch_private import version_of
 
 
 class DivergedReplicas:
-    """The models of all ranks, which diverge while each rank steps by itself."""
+    """The models of all ranks, which diverge while each rank steps separately."""
 
     def __init__(self, averager: RankAverager) -> None:
         self._averager: Final = averager
@@ -40,9 +40,9 @@ class DivergedReplicas:
         self._models: Final[list[nn.Module]] = []
         self.trained: Final[list[nn.Parameter]] = []
         self._untrained: Final[list[torch.Tensor]] = []  # parameters that are not trained, and buffers
-        self._versions: Final[list[int]] = []  # of the others, when ranks last held the same
+        self._versions: Final[list[int]] = []  # of the untrained tensors, when ranks last held equal values
         self.diverged = False  #: whether ranks may hold different models
-        self.optimizers_diverged = False  #: whether their optimizers may remember different things
+        self.optimizers_diverged = False  #: whether the ranks' optimizers may have different states
 
     def setup_model(self, model: nn.Module) -> None:
         """Copy rank 0's values of ``model`` to all ranks. Collective.
@@ -61,7 +61,7 @@ class DivergedReplicas:
         self._models.append(model)
 
     def resync(self) -> None:
-        """Take what ranks hold now as equal, if it was before: what the script has set, it has set on all of them."""
+        """Take the ranks' present values as equal, if they were before: the script sets values equally on all ranks."""
         if not self.diverged:
             self.mark_averaged()
 
@@ -70,7 +70,7 @@ class DivergedReplicas:
         self.diverged = self.optimizers_diverged = self._group.size > 1
 
     def mark_averaged(self) -> None:
-        """Note that ranks hold the same model."""
+        """Note that ranks hold equal models."""
         self.diverged = False
         self._versions[:] = [version_of(t) for t in self._untrained]
 
@@ -81,7 +81,7 @@ class DivergedReplicas:
             self.mark_averaged()
 
     def average_within(self, averager: RankAverager) -> None:
-        """Set the models of the ranks of ``averager`` to their mean; every one of them must call it."""
+        """Set the models of the ranks of ``averager`` to their mean; each of these ranks must call the method."""
         if self.diverged:
             _copy(*self._mean(averager))
 
@@ -118,7 +118,7 @@ class DivergedReplicas:
         return AveragedOptimizer(optimizer, self._group).mean(self._averager)
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> StateDict:
-        """What ranks hold beside the mean, as `TensorShard` with a row per rank. Collective."""
+        """The ranks' own values in addition to the mean, as `TensorShard` with a row per rank. Collective."""
         changed = list(self._changed_untrained(self._group)) if self.diverged else []
         own = [*self.trained, *(self._untrained[index] for index in changed)] if self.diverged else []
         return {
@@ -135,9 +135,10 @@ class DivergedReplicas:
     def load_state_dict(
         self, state: StateDict | None, optimizers: Sequence[torch.optim.Optimizer], say: Callable[[str], None]
     ) -> None:
-        """Load `state_dict`, if it is of as many ranks, into models and optimizers that hold the mean.
+        """Load a ``state`` of `state_dict`, if from as many ranks, into models and optimizers that hold the mean.
 
-        None: another strategy has saved. Where other ranks have, ``say`` is told that all start at their mean.
+        None: another strategy has saved. For a state from another number of ranks, ``say`` is told that all ranks start
+        at the mean.
         """
         self.mark_averaged()
         self.optimizers_diverged = False
@@ -187,7 +188,7 @@ class DivergedReplicas:
 class AveragedLayout(StateLayout):
     """The layout of diverged replicas: checkpoints hold the mean over ranks of models and of optimizer states.
 
-    A checkpoint costs the traffic of one average, and of one more for each moment of the optimizers.
+    A checkpoint costs the traffic of one average, and of one further average for each moment of the optimizers.
     """
 
     def __init__(self, replicas: DivergedReplicas) -> None:
@@ -210,7 +211,7 @@ class AveragedLayout(StateLayout):
             state = self._whole.model_state(model)
             for name, value in state.items():
                 if diverged and isinstance(value, torch.Tensor):
-                    state[name] = value.clone()  # the model will hold this rank's own values again
+                    state[name] = value.clone()  # since the model will hold this rank's own values again
         return state
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:

@@ -1,10 +1,10 @@
-"""The states of optimizers of ranks that step by themselves: their mean, and what each rank holds beside it.
+"""The states of optimizers of ranks that step separately: their mean, and each rank's differences from it.
 
     exp_avg of parameter 7     rank 0: [...]    rank 1: [...]    rank 2: none, it has had no gradient yet
     mean                       over ranks 0 and 1
     rows, shape (3, ...)       rank 0's, rank 1's, zeros; and "rank 2 has none"
 
-Tensors of floating-point numbers are averaged. Of counts of steps, and of everything else, the greatest value is taken.
+Tensors of floating-point numbers are averaged. Of counts of steps, and of all other values, the greatest is taken.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[int | str, str]
 
 
 class AveragedOptimizer:
-    """The states of the ranks' optimizers, compared. Collective to make."""
+    """The compared states of the ranks' optimizers. The constructor is collective."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
         self._state: StateDict = optimizer.state_dict()
@@ -49,7 +49,7 @@ class AveragedOptimizer:
         return self._state | {"state": _by_number({**sums, **self._common})}
 
     def own_state(self) -> StateDict:
-        """What each rank's optimizer holds beside the mean: values, and `TensorShard` with a row per rank."""
+        """The values of each rank's optimizer in addition to the mean: plain, and `TensorShard` with a row per rank."""
         missing = [
             [*lacking, *(key for key in self._common if key not in rest)]
             for lacking, rest in zip(self._lacking, self._rest, strict=True)
@@ -62,7 +62,7 @@ class AveragedOptimizer:
         }
 
     def _local_position(self) -> dict[Key, torch.Tensor]:
-        """This rank's moments, and zeros for those that only other ranks have; in the same order on all ranks."""
+        """This rank's moments, and zeros for moments of other ranks only; in equal order on all ranks."""
         return {
             key: self._moments[key]
             if key in self._moments
@@ -72,7 +72,7 @@ class AveragedOptimizer:
 
 
 def load_own_state(optimizer: torch.optim.Optimizer, own: StateDict, rank: int) -> None:
-    """Load what `AveragedOptimizer.own_state` says of ``rank`` into ``optimizer``, which holds the mean."""
+    """Load the values of ``rank`` from `AveragedOptimizer.own_state` into ``optimizer``, which holds the mean."""
     state = optimizer.state_dict()
     flat: dict[Key, Any] = {(n, name): v for n, about in state["state"].items() for name, v in about.items()}
     flat |= {(number, name): rows[rank] for number, name, rows in own["moments"]}

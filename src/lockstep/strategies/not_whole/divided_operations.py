@@ -1,4 +1,4 @@
-"""What a script computes with divided parameters, or writes to them, has the result of one rank, or is refused.
+"""Operations of a script on divided parameters, which have the results of one rank, or are refused.
 
     nn.init.normal_(net.head.weight)         every rank draws the whole tensor and keeps its rows: as on one rank
     net.load_state_dict(torch.load(path))    each rank copies its rows
@@ -7,9 +7,9 @@
     net.head.weight[mask] = 0.0              the same, and each rank keeps its rows of the result
     net.head.weight[0].fill_(1.0)            UsageError: the row is a copy, gathered from all ranks
 
-Torch's own `DTensor` draws other numbers on every number of ranks, does not take a plain tensor to copy, adds up parts
-and then sums of parts, and multiplies matrices of other shapes and strides than one rank does: other bits. So there is
-a list of what is computed by rows; everything else that torch has rules for is computed with whole tensors.
+Torch's own `DTensor` draws different numbers for each number of ranks, cannot copy a plain tensor, adds up parts and
+then sums of parts, and multiplies matrices of other shapes and strides than one rank does, with other bits. So only
+listed operations are computed by rows; all others with rules in torch are computed with whole tensors.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from lockstep.torch_private import (
 )
 
 _ATEN: Final = torch.ops.aten
-#: They draw random numbers: into their first argument, into a tensor like it, or with its values.
+#: Operations that draw random numbers: into their first argument, into a tensor like it, or with its values.
 _DRAWS: Final = (
     *(_ATEN.normal_, _ATEN.uniform_, _ATEN.bernoulli_, _ATEN.exponential_, _ATEN.random_),
     *(_ATEN.geometric_, _ATEN.cauchy_, _ATEN.log_normal_),
     *(_ATEN.rand_like, _ATEN.randn_like, _ATEN.randint_like),
     *(_ATEN.bernoulli, _ATEN.native_dropout, _ATEN.normal, _ATEN.poisson, _ATEN.multinomial),
 )
-#: Of these, the values of the first argument do not matter.
+#: Draws for which the values of the first argument do not matter.
 _READ_NO_VALUES: Final = _DRAWS[:11]
-#: By name: an element of their result depends on one of each argument, and IEEE 754 says how it is rounded. Of others,
-#: such as `sigmoid` and `pow`, torch's kernels for CPUs compute the last few elements of a tensor in another way.
+#: Names of operations whose elements depend on one element of each argument, with rounding defined by IEEE 754. For
+#: others, such as `sigmoid` and `pow`, torch's CPU kernels compute the last few elements of a tensor in another way.
 _BY_ROWS: Final = frozenset(
     (
         *("abs", "neg", "sign", "sgn", "sqrt", "reciprocal", "ceil", "floor", "round", "trunc", "frac"),
@@ -65,15 +65,15 @@ _BY_ROWS: Final = frozenset(
         *("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"),
     )
 )
-#: But for these: a value in a tensor, and numbers that are multiplied by another one before they are added.
+#: Exceptions: with a value in a tensor, and with a factor before an addition.
 _NOT_BY_ROWS: Final = frozenset(
     (_ATEN.masked_fill.Tensor, _ATEN.masked_fill_.Tensor, _ATEN.add.Scalar, _ATEN.sub.Scalar, _ATEN.add_.Scalar)
 )
-#: By powers with these exponents, too.
+#: Exponents for which powers are by rows, too.
 _EXACT_EXPONENTS: Final = (0, 0.5, 1, 2, 3, -1, -2)
-#: In types of two bytes, torch's kernels for CPUs round these once or twice where ``alpha`` is not 1.
+#: Operations that torch's CPU kernels round once or twice, in types of two bytes, if ``alpha`` is not 1.
 _SCALED_SUMS: Final = (_ATEN.add, _ATEN.add_, _ATEN.sub, _ATEN.sub_, aten("_foreach_add"), aten("_foreach_add_"))
-#: Torch has no rule for these.
+#: Operations without a rule in torch.
 _UNKNOWN_TO_TORCH: Final = (
     *(_ATEN.renorm, _ATEN.renorm_, _ATEN.tril_, _ATEN.triu_, _ATEN.put_, _ATEN.take, _ATEN.masked_scatter_),
     *(
@@ -88,7 +88,7 @@ _UNKNOWN_TO_TORCH: Final = (
     *(_ATEN.trace, _ATEN.dot, _ATEN.vdot, _ATEN.mv, _ATEN.addmv, _ATEN.equal, _ATEN.allclose, _ATEN.unfold),
     *(_ATEN.argmax, _ATEN.argmin),
 )
-#: Torch's own rules for these are right: they read no values, or, of `GradScaler`, ask all ranks.
+#: Operations whose rules in torch are right: they read no values, or, for `GradScaler`, ask all ranks.
 _LEFT_TO_TORCH: Final = frozenset(
     (
         *(_ATEN.is_same_size.default, _ATEN.is_pinned.default, _ATEN.as_strided.default),
@@ -99,15 +99,16 @@ _GATHERING: Final = "reading rows of a divided parameter, as for a norm, which a
 
 
 class DividedOperations:
-    """While open, operations on what is divided over ``mesh`` have the result of one rank, or are refused.
+    """Lets operations on tensors divided over ``mesh`` have the results of one rank, or refuses them, while open.
 
-    All but those by rows are collective: drawing and copying a plain tensor compare what is drawn from, or copied, and
-    others gather the rows. Tensors on other meshes, such as a script's own, are left to torch.
+    All operations but those by rows are collective: random draws compare the generators' states, copies of a plain
+    tensor compare that tensor, and other operations gather the rows. Tensors on other meshes, such as a script's own,
+    are left to torch.
 
     Args:
-        mesh: of one dimension, with a name that no script gives to its own, for torch takes meshes with the same names
-            and ranks for equal.
-        group: of the ranks whose parameters must stay equal: those of all copies of a model.
+        mesh: of one dimension, with a name that no script uses, since torch takes meshes with equal names and ranks for
+            equal.
+        group: of the ranks whose parameters must stay equal, over all copies of a model.
     """
 
     def __init__(self, mesh: DeviceMesh, group: Group) -> None:
@@ -123,7 +124,7 @@ class DividedOperations:
         _handlers.update(dict.fromkeys(_overloads(_SCALED_SUMS), _call))
 
     def close(self) -> None:
-        """Leave them to torch again."""
+        """Leave all operations to torch again."""
         _groups.pop(self._mesh, None)
         if not _groups:
             set_custom_handlers(op_dispatcher(DTensor), dict(_of_torch))
@@ -137,7 +138,7 @@ _of_torch: Final[dict[Any, Any]] = {}  # that table as it was before
 
 
 def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
-    """What is called for each operation, with the group and as torch calls handlers."""
+    """The handler of each operation, called with the group and torch's arguments of handlers."""
     return {
         **{op: _computed(op) for op in _known_to_torch() if not _is_by_rows(op)},
         **dict.fromkeys(_overloads([_ATEN.pow, _ATEN.pow_]), _power),
@@ -153,7 +154,7 @@ def _operations() -> Mapping[OpOverload, Callable[..., Any]]:
 
 
 def _known_to_torch() -> set[OpOverload]:
-    """The operations that torch computes with `DTensor`s in one way or another, and what it has no rule for."""
+    """The operations that torch computes with `DTensor`s in any way, and operations without a rule in torch."""
     tables = (table for table in vars(op_dispatcher(DTensor).sharding_propagator).values() if isinstance(table, dict))
     known = {op for table in tables for op in table if isinstance(op, OpOverload)}
     known.update(op for op in decomposition_table if isinstance(op, OpOverload))
@@ -162,7 +163,7 @@ def _known_to_torch() -> set[OpOverload]:
 
 
 def _is_by_rows(op: OpOverload) -> bool:
-    """Whether torch computes ``op`` as it is to be: by rows; in parts, which are computed by rows; or in new memory."""
+    """Whether torch computes ``op`` rightly: by rows; in operations that are by rows; or as a view in place."""
     name = op.overloadpacket.__name__.removeprefix("_foreach_").rstrip("_")
     in_parts = is_made_of_others(op)
     return in_parts or (name in _BY_ROWS and op not in _NOT_BY_ROWS) or torch.Tag.inplace_view in op.tags
@@ -181,10 +182,10 @@ def _overloads(packets: Iterable[OpOverloadPacket]) -> list[OpOverload]:
 
 
 def _call(op: Any, args: object, kwargs: object) -> Any:
-    """Compute ``op`` of tensors, one of which at least is divided."""
+    """Compute ``op`` of tensors, at least one of which is divided."""
     tensors = (value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
     group = next((_groups[tensor.device_mesh] for tensor in tensors if tensor.device_mesh in _groups), None)
-    with torch.no_grad():  # torch has seen to gradients before it asks
+    with torch.no_grad():  # torch has handled gradients before this call
         if group is None:
             return _by_torch(op, args, kwargs)
         handler: Callable[..., Any] = _OPERATIONS.get(op, _scaled_sum)
@@ -196,7 +197,7 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> object:
     if handler is not None:
         return handler(op, args, kwargs)
     handlers = custom_handlers(op_dispatcher(DTensor))
-    handlers.pop(op, None)  # None: a thread beside this one is at the same operation
+    handlers.pop(op, None)  # None: another thread is at the same operation
     try:
         return op(*args, **kwargs)
     finally:
@@ -204,10 +205,10 @@ def _by_torch(op: Any, args: Any, kwargs: Any) -> object:
 
 
 def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """Compute with whole tensors, on every rank, which keeps its rows of what has a divided tensor's shape. Collective.
+    """Compute with whole tensors on every rank, which keeps its rows of results with a divided shape. Collective.
 
-    Plain tensors beside divided ones must be equal on all ranks where a divided one is changed; elsewhere they may be
-    of a rank's own data, and torch refuses them.
+    Plain tensors beside divided ones must be equal on all ranks if a divided tensor is changed; in other operations
+    plain tensors may be of a rank's own data, and torch refuses them.
     """
     leaves = pytree.tree_leaves((args, kwargs))
     divided = [value for value in leaves if isinstance(value, DTensor)]
@@ -220,7 +221,7 @@ def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
         if not changed or len(changed) < len(written):
             return _by_torch(op, args, kwargs)
         group.check_equal("a tensor by which a divided parameter is changed", [checksum(tensor) for tensor in plain])
-    originals: dict[int, DTensor] = {}  # of the tensors that are changed, by the whole ones
+    originals: dict[int, DTensor] = {}  # the changed tensors, by the whole tensors in their place
     gathered: dict[int, torch.Tensor] = {}
 
     def whole(tensor: DTensor) -> torch.Tensor:
@@ -244,7 +245,7 @@ def _whole(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _element_by_element(group: Group, op: object, args: object, kwargs: object) -> Any:
-    """Compute what depends on one element of each argument: by rows on GPUs, whole on CPUs, see `_BY_ROWS`."""
+    """Compute an element-wise operation: by rows on GPUs, with whole tensors on CPUs, see `_BY_ROWS`."""
     on_cpu = any(value.device.type == "cpu" for value in pytree.tree_leaves(args) if isinstance(value, DTensor))
     return _whole(group, op, args, kwargs) if on_cpu else _by_torch(op, args, kwargs)
 
@@ -261,11 +262,11 @@ def _scaled_sum(group: Group, op: object, args: object, kwargs: Any) -> object:
 
 
 def _view(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """A view of the rows that are here, or of all rows, gathered, which cannot be written to. Collective then."""
+    """A view of this rank's rows; or of all gathered rows, which cannot be written to. Collective then."""
     viewed = args[0]
     try:
         found = _by_torch(op, args, kwargs)
-    except RuntimeError:  # as for all elements in one dimension, if ranks have different numbers of rows
+    except RuntimeError:  # as for a view in one dimension, if ranks have different numbers of rows
         if isinstance(viewed, DTensor):
             found = _whole(group, op, (_replicated(viewed), *args[1:]), kwargs)
         else:
@@ -277,7 +278,7 @@ def _view(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _draw(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """Draw whole tensors, the same on every rank, which keeps its rows. Collective."""
+    """Draw whole tensors, equal on every rank, which keeps its rows. Collective."""
     like = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, DTensor))
     generator = kwargs.get("generator")
     by_default = torch.cuda.get_rng_state(like.device) if like.device.type == "cuda" else torch.get_rng_state()
@@ -329,7 +330,7 @@ def _item(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _new_empty(_group: Group, op: Any, args: Any, kwargs: Any) -> Any:
-    """A whole, plain tensor, as functions of `torch.nn.init` fill it and copy it into the parameter."""
+    """A whole, plain tensor, since functions of `torch.nn.init` fill such a tensor and copy it into the parameter."""
     return op(args[0].to_local(), *args[1:], **kwargs)
 
 
@@ -341,7 +342,7 @@ def _not_known(_group: Group, op: Any, args: Any, kwargs: Any) -> NoReturn:
 def _by_another_routine(group: Group, op: Any, args: Any, kwargs: Any) -> Any:
     """Singular values and eigenvalues: of tensors of a subclass, torch asks for vectors where nobody else does."""
     if op is aten("_linalg_svd").default and (args[1:2] == (True,) or kwargs.get("full_matrices")):
-        return _whole(group, op, args, kwargs)  # nothing but torch.linalg.svd asks for this
+        return _whole(group, op, args, kwargs)  # only torch.linalg.svd uses this
     raise UsageError(
         "singular values or eigenvalues of a divided parameter, as by torch.linalg.svd(..., full_matrices=False), "
         "svdvals, matrix_norm(..., 2), cond or eigh: torch would compute them by another routine than of whole "
@@ -372,13 +373,13 @@ def _replicated(tensor: DTensor) -> DTensor:
 
 
 def _divided(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """``whole``, the same on every rank, divided as ``like`` if it has its shape, else replicated. Not collective."""
+    """``whole``, equal on every rank, divided as ``like`` if shapes are equal, else replicated. Not collective."""
     replicated = DTensor.from_local(whole, like.device_mesh, [Replicate()], run_check=False)
     return replicated.redistribute(placements=like.placements) if whole.shape == like.shape else replicated
 
 
 def _gathered(tensor: DTensor) -> torch.Tensor:
-    """All of ``tensor``, with the strides that it would have on one rank, on which bits of sums depend. Collective."""
+    """The whole ``tensor``, with its strides on one rank, on which bits of sums depend. Collective."""
     with translating_peer_errors(_GATHERING):
         whole = tensor.full_tensor()
     if whole.stride() == tensor.stride():
@@ -390,7 +391,7 @@ def _gathered(tensor: DTensor) -> torch.Tensor:
     return placed.copy_(once).expand_as(whole)
 
 
-# Made when this module is loaded, which the launcher does once for all ranks: to look at each of torch's operations, or
-# to put each into another table, takes a process 8 MB that it shares with others until then.
+# Made when this module is imported, which the launcher does once for all ranks: reading all of torch's operations, or
+# putting them into another table, takes 8 MB per process, which forked ranks share otherwise.
 _OPERATIONS: Final = _operations()
 _handlers: Final[dict[Any, Any]] = dict.fromkeys(_OPERATIONS, _call)

@@ -1,11 +1,11 @@
-"""Parameters of which a rank holds rows, and what a script may not do to them.
+"""Parameters of which a rank holds rows, with errors for operations that such parameters do not allow.
 
     net.head.weight.data = tensor               UsageError: the rows that ranks compute with would stay
     net.head.weight.register_hook(hook)         UsageError: fully_shard computes gradients of other tensors
     net.head.weight[0].fill_(1.0)               UsageError: the row is a copy, gathered from all ranks
 
-Torch's own `DTensor` takes all of these in silence, and they change nothing. What is computed with such parameters, see
-`divided_operations`.
+Torch's own `DTensor` accepts all of these without an error and without an effect. For computations with such
+parameters, see `divided_operations`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DividedParameter(DTensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same values, for which no gradient is computed; they cannot be replaced."""
+        """The parameter's values without a gradient, which cannot be replaced."""
         return super().data
 
     @data.setter
@@ -41,7 +41,7 @@ class DividedParameter(DTensor):
         )
 
     def detach(self) -> torch.Tensor:
-        """The same values, for which no gradient is computed; of this class, as `nn.Parameter` asks for."""
+        """The parameter's values without a gradient, of this class, as `nn.Parameter` requires."""
         found = super().detach()
         found.__class__ = DividedParameter
         return found
@@ -62,16 +62,16 @@ class DividedParameter(DTensor):
 
 
 class GatheredCopy(DTensor):
-    """A part of a divided tensor that was gathered from all ranks: it can be read, and writing to it is refused."""
+    """A gathered part of a divided tensor, which can be read, but not written to."""
 
     __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        """Call ``func``; a view of such a copy is one, too.
+        """Call ``func``; a view of a `GatheredCopy` is a `GatheredCopy`, too.
 
         Raises:
-            UsageError: if it would write to the copy.
+            UsageError: if ``func`` would write to the copy.
         """
         name, named = getattr(func, "__name__", ""), kwargs or {}
         writes = (name.endswith("_") and not name.endswith("__")) or name in (*_IN_PLACE_OPERATORS, "__setitem__")
@@ -93,7 +93,7 @@ def storage_of(tensor: DTensor) -> int:
 
 
 def refuse_write() -> NoReturn:
-    """Refuse what would change a `GatheredCopy`."""
+    """Refuse an operation that would change a `GatheredCopy`."""
     raise UsageError(
         "this would write to a part of a divided parameter, such as `parameter[0]`, that was gathered from all ranks: "
         "the parameter would stay as it is. Change all of it at once, as with parameter.copy_(value), "
@@ -111,7 +111,7 @@ def refuse_gradient_hook(what: str) -> NoReturn:
 
 
 def refuse_gradient(parameter: DividedParameter, name: str) -> None:
-    """Refuse losses that depend on the rows of ``parameter``, and not on what `fully_shard` gathers of it."""
+    """Refuse losses that depend on the rows of ``parameter`` instead of the parameter gathered by `fully_shard`."""
 
     def refuse(_gradient: torch.Tensor) -> NoReturn:
         raise UsageError(

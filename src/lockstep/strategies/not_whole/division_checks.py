@@ -1,4 +1,4 @@
-"""Which models can be divided by rows: what torch would refuse later, or compute in another way, is refused here."""
+"""Checks that a model can be divided by rows, for what torch would refuse later, or compute in another way."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SECOND_ORDER: Final = (
 
 
 def refuse_second_order(module: nn.Module) -> None:
-    """Refuse gradients of what ``module`` gives that could be differentiated again, as they are computed.
+    """Refuse a backward pass with ``create_graph=True`` through the outputs of ``module``, in the pass itself.
 
-    What the second backward pass would read is freed by then, and has ended processes by SIGSEGV.
+    The second backward pass would read freed memory, which has ended processes by SIGSEGV.
     """
 
     def check(_gradient: torch.Tensor) -> None:
@@ -41,10 +41,10 @@ def refuse_second_order(module: nn.Module) -> None:
 
 
 def check_divisible(model: nn.Module, strategy: str, ignored: Container[nn.Parameter]) -> None:
-    """Check that each parameter has elements, in rows that lie one after another, but for those that are ``ignored``.
+    """Check that each parameter has elements, in contiguous rows, except ``ignored`` parameters.
 
     Raises:
-        UsageError: for one that has none.
+        UsageError: for a parameter that cannot be divided.
     """
     for name, parameter in model.named_parameters():
         if parameter in ignored:
@@ -73,10 +73,10 @@ def _or_ignored(strategy: str) -> str:
 
 
 def check_stateless(model: nn.Module, mixed: str) -> None:
-    """Check that no module has statistics of its own, which torch would compute in the lower type.
+    """Check that no module has running statistics, which torch would compute in the lower type.
 
     Raises:
-        UsageError: for one that has.
+        UsageError: for a module or parameter that fails the check.
     """
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.running_mean is not None:
@@ -88,10 +88,10 @@ def check_stateless(model: nn.Module, mixed: str) -> None:
 
 
 def check_one_type(block: nn.Module, model: nn.Module, divided: Container[nn.Parameter]) -> None:
-    """Check what torch would refuse in the first forward pass: parameters of several types in one block.
+    """Check that a block has parameters of one type; torch would refuse several types in the first forward pass.
 
     Raises:
-        UsageError: if there are several.
+        UsageError: for several types.
     """
     types: dict[torch.dtype, nn.Parameter] = {}
     for parameter in block.parameters():
@@ -121,8 +121,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, igno
     """Check that ``optimizer`` can step tensors that are divided.
 
     Raises:
-        UsageError: for a fused optimizer on CPUs, one that steps divided and whole
-            parameters at once, or one of torch's that looks at several elements of a divided parameter at once.
+        UsageError: for a fused optimizer on CPUs, an optimizer that steps divided and whole parameters at once, or a
+            torch optimizer that looks at several elements of a divided parameter at once.
     """
     divided = [p for p in parameters_of(optimizer) if isinstance(p, DTensor)]
     known = steps_across_elements(optimizer)

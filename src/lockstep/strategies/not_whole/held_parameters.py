@@ -1,10 +1,10 @@
-"""The parameters of a block of `fully_shard`, where its modules hold them: divided, and gathered while it computes.
+"""Checks of the parameters that a block of `fully_shard` holds: divided, and gathered while the block computes.
 
 what a script does                                         why it is refused
 net.head.weight = net.words.weight                         fully_shard would set its own parameter again
 torch.func.functional_call(net, others, (x,))              the same
 loss = ...; net.head.weight.add_(0.1); run.step(loss)      what was gathered is dropped after the step
-self.weight.data.clamp_(min=0), in forward()               the same; torch does not count what goes through ``.data``
+self.weight.data.clamp_(min=0), in forward()               the same; torch does not count writes through ``.data``
 torch.autograd.grad(loss, net.parameters())                fully_shard frees what was gathered as its gradients come
 """
 
@@ -28,14 +28,14 @@ _PLACEMENTS: Final = (Shard(0),)
 
 @dataclass(slots=True)
 class _Marks:
-    """Of what a block held before a forward pass, and after it."""
+    """Marks of a block's parameters before and after a forward pass."""
 
     before: list[torch.Tensor]
     after: list[torch.Tensor] = field(default_factory=list)
 
 
 def _mark(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The sum of the bits of ``tensor``, which no write of a forward pass leaves as it is but by chance."""
+    """The sum of the bits of ``tensor``, which a write in a forward pass leaves unchanged only by chance."""
     if tensor is None:
         return torch.zeros((), dtype=torch.int64)
     flat = local_part(tensor.detach()).contiguous().view(-1).view(torch.uint8)
@@ -47,10 +47,10 @@ class HeldParameters:
     """Checks the parameters of one block, without asking other ranks.
 
     Args:
-        model: of which it is a part, or all.
+        model: that contains the block, or is the block.
         block: after `fully_shard`.
-        own: its parameters, and of no block inside it, that are divided.
-        strategy: its name.
+        own: the block's divided parameters, without those of inner blocks.
+        strategy: name of the strategy.
     """
 
     def __init__(self, model: nn.Module, block: nn.Module, own: Collection[nn.Parameter], strategy: str) -> None:
@@ -63,21 +63,21 @@ class HeldParameters:
             for attribute, parameter in own_parameters(module).items()
             if parameter is not None and parameter in wanted
         ]
-        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with its version, which counts changes
+        self._gathered: dict[nn.Parameter, tuple[nn.Parameter, int]] = {}  # with its version counter
         block.register_forward_pre_hook(self.check_held, prepend=True)
-        # Last of all hooks there are now, so it finds what `fully_shard` has gathered.
+        # Last of all present hooks, so it finds the gathered parameters of `fully_shard`.
         self._first_forward: Final = block.register_forward_pre_hook(self._note_gathered)
-        self.compares_marks = False  #: whether what is gathered is looked at around each forward pass
-        self.computes_gradients = False  #: whether a backward pass is the strategy's own
+        self.compares_marks = False  #: whether gathered parameters are compared around each forward pass
+        self.computes_gradients = False  #: whether the strategy itself runs a backward pass
         self._marks: list[_Marks] = []
         block.register_forward_pre_hook(self._note_marks)
-        block.register_forward_hook(self._add_marks, prepend=True)  # before `fully_shard` frees what was gathered
+        block.register_forward_hook(self._add_marks, prepend=True)  # before `fully_shard` frees gathered parameters
 
     def check_held(self, *_: object) -> None:
-        """Check that modules hold what was divided, or what was gathered of it.
+        """Check that modules hold the divided parameters, or the parameters gathered from these.
 
         Raises:
-            UsageError: if one of them holds something else.
+            UsageError: if a module holds another parameter.
         """
         for module, attribute, name, parameter in self._places:
             value = own_parameters(module).get(attribute)
@@ -87,10 +87,11 @@ class HeldParameters:
                 raise UsageError(f"{name}: {replaced_parameters(self._strategy)}")
 
     def check_values(self) -> None:
-        """Check that the rows are those of all ranks together, and that nothing was written to what was gathered.
+        """Check that parameters are still divided by rows, and that gathered parameters were not written to.
 
         Raises:
-            UsageError: if an operation has made torch take a rank's rows for all, or has changed what is dropped.
+            UsageError: if an operation has made torch take a rank's rows for all rows, or has changed gathered values,
+                which are dropped.
         """
         for _, _, name, parameter in self._places:
             if cast(DTensor, parameter).placements != _PLACEMENTS:
@@ -105,10 +106,10 @@ class HeldParameters:
                 self._refuse_write(name, parameter)
 
     def compare_marks(self) -> None:
-        """Check that no forward pass has written to what was gathered, as far as that was looked at.
+        """Check that no compared forward pass has written to gathered parameters.
 
         Raises:
-            UsageError: if one has.
+            UsageError: if a forward pass has.
         """
         seen, self._marks = [marks for marks in self._marks if len(marks.after)], []
         if not seen:
@@ -137,7 +138,7 @@ class HeldParameters:
             self._marks[-1].after = self._marks_now()
 
     def _marks_now(self) -> list[torch.Tensor]:
-        """Of each parameter as its module has it: a number that differs if values have been written; on its device."""
+        """For each parameter as its module holds it, a number that differs after a write to values; on its device."""
         return [_mark(own_parameters(module)[attribute]) for module, attribute, *_ in self._places]
 
     def _note_gathered(self, *_arguments: object) -> None:

@@ -1,10 +1,10 @@
-"""Models of which a rank holds only a part: what would take that part for the whole is refused in words.
+"""Models of which a rank holds only a part: operations that would take the part for the whole are refused.
 
     torch.save(model.state_dict(), "model.pt")     UsageError: ... write run.save(model, path) on all ranks
     copy.deepcopy(model)                           UsageError: ... use ddp or zero
     model.decode(z)                                the error that follows says why, by the method's name
 
-`state_dict()` itself is allowed at any time: it tells names, shapes and what is here.
+`state_dict()` itself is always allowed: it gives names, shapes and this rank's part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAVE = (
 
 
 def refuse_copies(model: nn.Module, strategy: str) -> None:
-    """A deep copy of ``model``, or pickling it as it is, raises `UsageError` from now on."""
+    """Let deep copies and pickling of ``model`` raise `UsageError` from now on."""
     name = type(model).__name__
 
     def refuse_copy(_memo: object) -> NoReturn:
@@ -37,22 +37,22 @@ def refuse_copies(model: nn.Module, strategy: str) -> None:
     def refuse_pickle(_protocol: object) -> NoReturn:
         raise UsageError(half_a_model(name, strategy))
 
-    # `copy` and `pickle` look here before they ask the class.
+    # `copy` and `pickle` look at the object's own attributes before the class.
     vars(model).update(__deepcopy__=refuse_copy, __reduce_ex__=refuse_pickle)
 
 
 def mark_absent(
     module: nn.Module, names: Collection[str], strategy: str, *, shape: Sequence[int] | None = None
 ) -> None:
-    """The tensors of these ``names``, which are ``module``'s own and not here, are in no file from now on.
+    """Refuse to write ``module``'s own tensors of these ``names``, absent on this rank, to a file from now on.
 
-    In a ``state_dict()`` each is an `AbsentTensor`, of ``shape`` if some rows of a larger tensor are here.
+    In a ``state_dict()`` each is an `AbsentTensor`, of ``shape`` if this rank holds some rows of a larger tensor.
     """
     _mark(module, names, strategy, lambda tensor, name: AbsentTensor.like(tensor, name, strategy, shape))
 
 
 def mark_partial(module: nn.Module, names: Collection[str], strategy: str) -> None:
-    """The tensors of these ``names``, which are ``module``'s own and parts of others, are in no file from now on.
+    """Refuse to write ``module``'s own tensors of these ``names``, parts of larger ones, to a file from now on.
 
     In a ``state_dict()`` each is a `PartialTensor`.
     """
@@ -73,7 +73,7 @@ def _mark(
     def replace(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
         for name in names:
             value = state.get(prefix + name)
-            # With keep_vars=True, the tensors themselves were asked for.
+            # With keep_vars=True, the caller wants the tensors themselves.
             if isinstance(value, torch.Tensor) and value is not getattr(module, name):
                 state[prefix + name] = mark(value, prefix + name)
 
@@ -81,13 +81,13 @@ def _mark(
 
 
 class AbsentTensor(torch.Tensor):
-    """A tensor of which nothing is on this rank: its shape and type. It cannot be read, nor written to a file."""
+    """A tensor with shape and type, but no element on this rank, which can be neither read nor written to a file."""
 
     _what: str = f"this rank holds nothing of a tensor, or of what was computed from it: {_SAVE}"
 
     @classmethod
     def like(cls, tensor: torch.Tensor, name: str, strategy: str, shape: Sequence[int] | None = None) -> AbsentTensor:
-        """In place of ``tensor``, which has no values here, or only some of those of a tensor of ``shape``."""
+        """An absent tensor in place of ``tensor``, which has no values, or some values of a tensor of ``shape``."""
         absent = torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device="meta")
         absent = absent.as_subclass(cls)
         absent._what = half_a_model(name, strategy)
@@ -113,22 +113,22 @@ class AbsentTensor(torch.Tensor):
 
 
 class PartialTensor(torch.Tensor):
-    """A part of a tensor that ranks hold together. It can be read, copied and loaded again, but not written to a file.
+    """A part of a tensor that ranks hold together, which can be read, copied and loaded, but not written to a file.
 
-    What is computed from it is such a tensor, too.
+    Results computed from a partial tensor are partial tensors, too.
     """
 
     _what: str = f"this rank holds only a part of a tensor, or of what was computed from it: {_SAVE}"
 
     @classmethod
     def of(cls, part: torch.Tensor, name: str, strategy: str) -> PartialTensor:
-        """``part`` of the tensor of that name, in the same memory."""
+        """A partial tensor of ``part``, of the tensor ``name``, in the same memory."""
         partial = part.as_subclass(cls)
         partial._what = half_a_model(name, strategy)
         return partial
 
     def data_ptr(self) -> NoReturn:
-        """Not possible: safetensors would write what is there."""
+        """Refused, since safetensors would write only this rank's part."""
         raise UsageError(self._what)
 
     def __deepcopy__(self, _memo: object) -> torch.Tensor:
@@ -139,11 +139,11 @@ class PartialTensor(torch.Tensor):
 
 
 class PickleGuard:
-    """While open, pickling a tensor that ranks hold together raises `UsageError`, as `torch.save` does.
+    """Lets pickling a tensor that ranks hold together, as by `torch.save`, raise `UsageError`, while open.
 
     Args:
         kinds: classes of such tensors.
-        is_ours: whether one is divided by the strategy, and not by the user.
+        is_ours: whether a tensor is divided by the strategy, not by the user.
         strategy: its name.
     """
 
@@ -155,7 +155,7 @@ class PickleGuard:
             copyreg.pickle(kind, self._reduce)
 
     def close(self) -> None:
-        """Pickling is as it was before."""
+        """Restore pickling from before."""
         for kind, before in self._before.items():
             if copyreg.dispatch_table.get(kind) == self._reduce:
                 del copyreg.dispatch_table[kind]
@@ -170,7 +170,7 @@ class PickleGuard:
 
 
 def half_a_model(what: str, strategy: str) -> str:
-    """What to say where a part of ``what`` is taken for the whole."""
+    """The message where a part of ``what`` is taken for the whole."""
     return (
         f"this rank holds only a part of {what}, or nothing, under strategy {strategy}: a file of it would be half a "
         f"model; {_SAVE}"
@@ -178,7 +178,7 @@ def half_a_model(what: str, strategy: str) -> str:
 
 
 def outside_forward(strategy: str, method: str) -> str:
-    """What to say of an error that came of using parameters in ``method``, without the model's forward pass."""
+    """The message for an error from using parameters in ``method``, outside of the model's forward pass."""
     return (
         f"{method}(...) uses parameters, and under strategy {strategy} they are together only while the model itself "
         "is called: compute it in forward(), as with an argument that says what is wanted, or use ddp or zero"
@@ -186,7 +186,7 @@ def outside_forward(strategy: str, method: str) -> str:
 
 
 def of_divided_parameters(strategy: str) -> str:
-    """What to say of an error of torch about an operation that it does not know for divided parameters."""
+    """The message for a torch error about an operation without a rule for divided parameters."""
     return (
         f"parameters are divided among ranks under strategy {strategy}, and torch does not compute this with their "
         "rows: compute it before run.model(...), or in the forward() of the module that holds the parameter (in the "
@@ -197,12 +197,12 @@ def of_divided_parameters(strategy: str) -> str:
 
 
 def of_absent_parameters(strategy: str, error: Exception, method: str) -> str:
-    """What to say of ``error``, if torch speaks of a tensor that is on another rank; "" otherwise.
+    """The message for ``error``, if torch's text is about a tensor on another rank; "" otherwise.
 
     Args:
         strategy: its name.
-        error: what ended the run.
-        method: of a model, in which it was raised without the model's forward pass; "" otherwise.
+        error: that ended the run.
+        method: of a model, which raised the error outside of the model's forward pass; "" otherwise.
     """
     if "meta" not in str(error):
         return ""
@@ -216,7 +216,7 @@ def of_absent_parameters(strategy: str, error: Exception, method: str) -> str:
 
 
 def replaced_parameters(strategy: str) -> str:
-    """What to say of an error that came of new parameters in the place of divided ones."""
+    """The message for an error from new parameters in place of divided ones."""
     return (
         f"a parameter was replaced or tied after run.model(...), and strategy {strategy} computes with the one that it "
         "has divided: do that before run.model(...), as with parametrizations and pruning; leave assign=True out of "

@@ -1,4 +1,4 @@
-"""Models and optimizers of which each rank holds some rows of every tensor, as `fully_shard` divides them."""
+"""The layout of models and optimizers of which each rank holds rows of every tensor, as in `fully_shard`."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _WHOLE: Final = (Replicate(),)
 class DTensorLayout(StateLayout):
     """The layout of tensors that are divided by rows.
 
-    For example shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. Where ranks hold several copies, a
-    checkpoint gets the first one.
+    For example, of shape (5, 3) on three ranks: rows 0 and 1, rows 2 and 3, row 4. If ranks hold several copies, a
+    checkpoint gets the first copy.
 
     Args:
         group: all ranks.
-        shard_groups: of those that hold one copy.
-        every_copy: whether ranks of other copies than the first one give their rows, too.
+        shard_groups: of the ranks that hold one copy.
+        every_copy: whether ranks of all copies give their rows, not only those of the first copy.
     """
 
     def __init__(self, group: Group, shard_groups: ShardGroups, *, every_copy: bool = False) -> None:
@@ -66,7 +66,8 @@ class DTensorLayout(StateLayout):
     def load_model(self, model: nn.Module, state: StateDict) -> None:
         """Load this rank's rows of each tensor, one tensor after the other."""
         own = model.state_dict()
-        # What is divided is there already when `load_state_dict` copies it into itself; it checks names and shapes.
+        # Divided tensors are loaded before `load_state_dict`, which copies them into themselves, and checks names and
+        # shapes.
         model.load_state_dict({name: self._copied(value, own.get(name)) for name, value in state.items()})
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
@@ -85,7 +86,7 @@ class DTensorLayout(StateLayout):
     def _to_shard(self, value: object) -> object:
         if not isinstance(value, DTensor):
             return value
-        if value.placements == _WHOLE:  # such as what an optimizer keeps of the means of rows
+        if value.placements == _WHOLE:  # such as an optimizer's state of means of rows
             return value.to_local().detach()
         local, shape = value.to_local().detach(), tuple(value.shape)
         if (self._shard_groups.copy and not self._every_copy) or not local.numel():
@@ -102,17 +103,17 @@ class DTensorLayout(StateLayout):
         return like
 
     def _to_dtensor(self, value: Any, like: Any) -> object:
-        """This rank's rows of ``value``, if it is a whole tensor that lies divided as ``like`` does; else itself."""
+        """This rank's rows of ``value`` if it is a whole tensor to be divided as ``like``; else ``value`` itself."""
         if not _is_divided_as(like, value):
             return _beside(value, like)
-        # New memory, also on the CPU: the optimizer goes on in it, and the whole is to be freed.
+        # New memory, also on the CPU: the optimizer uses it, and the whole tensor must be freed.
         own = self._rows_of(value).to(like.to_local().device, copy=not isinstance(value, StoredTensor))
         return DTensor.from_local(
             own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
 
     def _rows_of(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole tensor; of one in a file, no others are read."""
+        """This rank's rows of a whole tensor; of a tensor in a file, only these rows are read."""
         high = -(-len(value) // self._shard_groups.within.size)
         first = min(self._shard_groups.within.rank * high, len(value))
         end = min(first + high, len(value))
@@ -124,9 +125,9 @@ def _is_divided_as(like: object, value: object) -> bool:
 
 
 def _beside(value: object, like: object) -> object:
-    """``value``, of which every rank has the whole, to compute with beside ``like``, if that is divided.
+    """``value``, whole on every rank, as a `DTensor` for computations with ``like``, if ``like`` is divided.
 
-    Torch does so by itself with numbers.
+    For numbers torch needs no conversion.
     """
     if not (isinstance(like, DTensor) and isinstance(value, torch.Tensor) and value.dim()):
         return value

@@ -1,4 +1,4 @@
-"""Gradients of blocks that `fully_shard` gathers and reshards: exchanged in each turn, and folded along the tree.
+"""Gradients of the blocks of `fully_shard`: exchanged in each turn, and added along the tree.
 
 turn 0            backward: block 2, 1, 0     each gives its gradient, whole and flat; each rank gets its rows of those
                                               of all ranks, which are neighbours in the tree, and folds them
@@ -29,7 +29,7 @@ class FsdpUnit:
     """Sums the gradients of one block of `fully_shard`, in place of torch's reduce-scatter.
 
     Args:
-        parameters: of the block and of no block inside it, divided into rows.
+        parameters: of the block, without those of inner blocks, divided into rows.
         ranks: that hold a copy.
         reduce_scatter: sums over ranks.
     """
@@ -40,7 +40,7 @@ class FsdpUnit:
         self._ranks: Final = ranks
         self._reduce_scatter: Final = reduce_scatter
         self._sum: ScatteredSum | None = None  # of this step
-        self._position: MicroBatchPosition | None = None  # None: the backward pass is not for this block
+        self._position: MicroBatchPosition | None = None  # None: no backward pass for this block
         self._received = False
 
     def expect(self, position: MicroBatchPosition | None) -> None:
@@ -54,7 +54,7 @@ class FsdpUnit:
     # What torch calls, with its names.
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate memory for the flat gradients, first the whole ones, then this rank's rows of the sum."""
+        """Allocate memory for flat gradients: first for whole gradients, then for this rank's rows of the sum."""
         if self._position is None or self._received or size[0] != self._length():
             return torch.empty(*size, dtype=dtype, device=device)
         return self._begun(self._position).allocate(size[0], dtype)
@@ -67,10 +67,10 @@ class FsdpUnit:
         op: object = None,
         async_op: bool = False,
     ) -> None:
-        """Add the flat gradient of a micro-batch; after the last one, write this rank's rows of the sum. Collective."""
+        """Add the flat gradient of a micro-batch; after the last, write this rank's rows of the sum. Collective."""
         position = self._position
         if position is None:
-            output_tensor.copy_(negative_zeros_like(output_tensor))  # is added to a gradient that may be there already
+            output_tensor.copy_(negative_zeros_like(output_tensor))  # added to a gradient that may exist already
             return
         self.incomplete = self.incomplete or self._received or input_tensor.numel() != self._length()
         if self.incomplete:
@@ -90,7 +90,7 @@ class FsdpUnit:
         return self._sum
 
     def _length(self) -> int:
-        """The length of a whole gradient, in which rows are padded so that every rank holds as many."""
+        """The length of a whole gradient, whose rows are padded to equal numbers on all ranks."""
         padded = 0
         for parameter in self.parameters:
             if parameter.requires_grad:
@@ -105,7 +105,7 @@ class Gradients(Protocol):
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """Compute the gradients of one micro-batch; after the last one, ``.grad`` holds this rank's rows of the sum.
+        """Compute the gradients of a micro-batch; after the last, ``.grad`` holds this rank's rows of the sum.
 
         Collective.
         """
@@ -114,7 +114,7 @@ class Gradients(Protocol):
     def replay(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """Compute the gradients of a micro-batch that counts for nothing, and drop them. Collective, as blocks are."""
+        """Compute and drop the gradients of a replayed micro-batch. Collective, as the gathering of blocks is."""
         ...
 
     def discard_step(self) -> None:
@@ -123,7 +123,7 @@ class Gradients(Protocol):
 
 
 class ParameterUse(Protocol):
-    """Finds out which parameters have a part in the losses of a step."""
+    """Tracks the parameters that have a part in the losses of a step."""
 
     def before(self) -> None:
         """Called between the forward pass of a micro-batch and its backward pass."""
@@ -135,7 +135,7 @@ class ParameterUse(Protocol):
 
 
 class AllUsed(ParameterUse):
-    """Every parameter has to have a part in every loss: nothing is tracked."""
+    """Tracks no parameter, where every parameter must have a part in every loss."""
 
     def before(self) -> None:
         """Do nothing."""
@@ -145,28 +145,28 @@ class AllUsed(ParameterUse):
 
 
 class TrackedUse(ParameterUse):
-    """Tracks the parameters of a model that is gathered as one; an unused one gets a gradient of zeros meanwhile."""
+    """Tracks the parameters of a model that is gathered as one block; unused ones meanwhile get a gradient of zeros."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model: Final = model
         self._group: Final = group
         self._divided: Final = list(model.parameters())
         self._known: Final[set[int]] = set()  # gathered parameters that have a hook
-        self._used_now: set[int] = set()  # indices of those that had a part in the loss of this micro-batch
+        self._used_now: set[int] = set()  # indices of parameters with a part in the loss of this micro-batch
         self._used: Final[set[int]] = set()  # ... of some micro-batch of this step
 
     def before(self) -> None:
-        """Give every parameter a gradient of zeros, and count those to which the backward pass adds."""
+        """Give every parameter a gradient of zeros, and track parameters to which the backward pass adds."""
         for index, gathered in enumerate(self._model.parameters()):
             if gathered.requires_grad and not isinstance(gathered, DTensor):
-                if id(gathered) not in self._known:  # torch makes them once
+                if id(gathered) not in self._known:  # torch makes gathered parameters once
                     self._known.add(id(gathered))
                     gathered.register_post_accumulate_grad_hook(lambda _, index=index: self._used_now.add(index))
                 gathered.grad = negative_zeros_like(gathered)
         self._used_now.clear()
 
     def after(self, position: MicroBatchPosition) -> None:
-        """Note which parameters were used; after the last micro-batch, exchange it with all ranks. Collective then."""
+        """Note the used parameters; after the last micro-batch, exchange them with all ranks. Collective then."""
         if not position.is_padding:
             self._used.update(self._used_now)
         if position.last:
@@ -178,7 +178,7 @@ class TrackedUse(ParameterUse):
 
 
 class FsdpModel:
-    """A model whose gradients are summed block by block, by units, and of what is ``whole`` on each rank by itself."""
+    """A model whose gradients are summed block by block, by units, and separately for ``whole`` parameters."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[FsdpUnit], whole: Sequence[WholeGradients], uses: ParameterUse
@@ -196,7 +196,7 @@ class FsdpModel:
         """Check that all parameters have got a gradient, in one piece for each block.
 
         Raises:
-            UsageError: with the names of those that have not, or of those whose block's came in parts.
+            UsageError: naming parameters without a gradient, or of a block whose gradient came in parts.
         """
         unused = [name for p, name in self.parameters.items() if p.grad is None]
         if unused:
@@ -241,7 +241,8 @@ class FsdpBackward(Gradients):
         for fsdp_model in unreached:
             for unit in fsdp_model.units:
                 unit.expect(None)
-        # The backward pass reaches them, too: torch's hooks are on gathered parameters, which a target does not have.
+        # The backward pass reaches all parameters: torch's hooks are on gathered parameters, which are not in the
+        # target.
         empty = [p for fsdp_model in unreached for p in fsdp_model.parameters if p.grad is None]
         with translating_peer_errors("the reduction of gradients"):
             loss.backward(weight)
@@ -276,7 +277,7 @@ class FsdpBackward(Gradients):
             parameter.grad = gradient
 
     def discard_step(self) -> None:
-        """Drop what the units have summed."""
+        """Drop the sums of all units."""
         for fsdp_model in self._models:
             for unit in fsdp_model.units:
                 unit.forget()

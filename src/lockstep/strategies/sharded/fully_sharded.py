@@ -6,11 +6,11 @@
 
 Per rank, for W ranks: 16 / W bytes a parameter with Adam in fp32 (4 each for the parameter, its gradient and two
 moments), and one block with its gradient whole. Bytes on the wire: 3 (W - 1) / W times the model's, as each block is
-gathered twice and its gradient scattered once; replicas take 2 (W - 1) / W. With several micro-batches per rank that
-is so for each of them, and nothing whole is kept between them: ranks take micro-batches in turn, so that what they
-exchange in a turn are neighbours in the tree, and a rank keeps its rows of log2(M) + 1 sums at most. Autocast keeps its
-own bf16 copy of each weight until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations`` save more than
-``precision="bf16"``.
+gathered twice and its gradient scattered once; replicas take 2 (W - 1) / W. With several micro-batches per rank this
+holds for each micro-batch, and no whole tensor is kept between them: ranks take micro-batches in turn, so that the
+micro-batches exchanged in a turn are neighbours in the tree, and a rank keeps its rows of at most log2(M) + 1 sums.
+Autocast keeps its own bf16 copy of each weight until the backward pass, so ``mixed=bf16`` or ``checkpoint_activations``
+save more than ``precision="bf16"``.
 
 On the CPUs of one machine blocks are gathered, and gradients exchanged, in shared memory.
 
@@ -81,8 +81,8 @@ from lockstep.strategies.tensor_parallel.tensor_parallel import TensorParallel
 from lockstep.strategy_kinds import FsdpOptions
 from lockstep.torch_private import require_divided
 
-#: What torch says of operations that it does not compute with `DTensor`s.
-#: In what blocks are gathered and computed, by the word of the option `mixed`.
+#: Torch's messages about operations that it does not compute with `DTensor`s. In what blocks are gathered and computed,
+#: by the word of the option `mixed`.
 _LOWER: Final = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OF_DTENSORS: Final = (
     *("mixed torch.Tensor and DTensor", "sharding strategy", "Sharding propagation failed"),
@@ -92,7 +92,7 @@ _OF_DTENSORS: Final = (
 
 
 def open_strategy(context: StrategyContext, options: FsdpOptions, name: str = "fsdp") -> Strategy:
-    """The strategy ``fsdp``, or one that is the same by another ``name``; one rank divides nothing. Collective."""
+    """The strategy ``fsdp``, or the same strategy under another ``name``; a single rank divides nothing. Collective."""
     if options.tensor > 1:
         data_parallel = replace(options, tensor=1)
         return TensorParallel(context, options.tensor, name, lambda inner: open_strategy(inner, data_parallel, name))
@@ -114,7 +114,7 @@ class FullySharded(Strategy):
         context: the conditions.
         options: of the strategy.
         ranks: that hold one copy of the model; neighbours, and a divisor of all.
-        name: of the two, as the user said it.
+        name: of the strategy, as the user gave it.
     """
 
     divides_construction = True
@@ -142,7 +142,7 @@ class FullySharded(Strategy):
         )
         self._all_reduce: Final = open_all_reduce(group, context.runs)
         self._buffers: Final = Buffers(self._all_reduce, group)
-        # One rank alone has nothing to gather, but bf16 copies of its parameters.
+        # A single rank gathers only bf16 copies of its parameters.
         divides = group.size > 1 or options.mixed != "none"
         # A process group of its own, so that blocks are gathered while the gradients of others are scattered.
         self._mesh: Final = (
@@ -153,10 +153,10 @@ class FullySharded(Strategy):
             else None
         )
         self._construction: Final = DividedConstruction(self._shard_groups.within, group)
-        self._constructed: nn.Module | None = None  # the model that it has made last
+        self._constructed: nn.Module | None = None  # the model made last
         self._guard: PickleGuard | None = None
         self._operations: DividedOperations | None = None
-        # Of blocks in shared memory, there is nothing to wait for.
+        # Blocks in shared memory need no wait.
         prefetch = Prefetch(options.prefetch if self._gather is None else 0, over_cpu=group.over_cpu)
         self._blocks: Final = ShardedBlocks(group, prefetch, name, keeps_gathered=options.reshard == "step")
         self.assignment = ReplicaAssignment(group.rank, group.size, in_turn=ranks)
@@ -164,11 +164,11 @@ class FullySharded(Strategy):
         within = self._shard_groups.within
         own = DTensorLayout(group, self._shard_groups, every_copy=True)
         self.state_part = StatePart(within.rank, within.size, own, divides_models=True)
-        self._buffers_are_moved = False  # ... by the mean over the step, which is not quite over
+        self._buffers_are_moved = False  # whether buffers have moved already, before the step's end
         self.forward_is_collective = group.size > 1
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` gives, of which this rank holds rows. Collective.
+        """The model of ``make``, of which this rank holds rows. Collective.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -179,9 +179,9 @@ class FullySharded(Strategy):
         return self._constructed
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself, its parameters divided, as rank 0 made it. Collective.
+        """``model`` itself, with divided parameters and rank 0's values. Collective.
 
-        Its parameters are others from now on: optimizers are made for them.
+        Its parameters are new objects from now on, for which optimizers must be made.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -203,7 +203,7 @@ class FullySharded(Strategy):
                     "all of its activations are kept; name the classes of its blocks in wrap=..."
                 )
         if self._mesh is not None and any(True for _ in model.parameters()):
-            # Where it depends on the micro-batch which blocks are called, ranks would wait for each other's blocks.
+            # If the called blocks depend on the micro-batch, ranks would wait for each other's blocks.
             self._shard_model(model, [] if find_unused_parameters else blocks, find_unused_parameters, self._mesh)
         whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
         self._construction.restore(whole)
@@ -236,7 +236,7 @@ class FullySharded(Strategy):
             block: FSDPModule = fully_shard(
                 module,
                 mesh=mesh,
-                # What the whole model holds itself is needed first thing in the backward pass.
+                # The whole model's own parameters are needed first in the backward pass.
                 reshard_after_forward=options.reshard == "true" and not whole,
                 mp_policy=policy,
                 offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy(),
@@ -272,7 +272,7 @@ class FullySharded(Strategy):
         """Check that ``optimizer`` can step tensors that are divided.
 
         Raises:
-            UsageError: for a fused optimizer on CPUs, or one that steps divided and whole parameters at once.
+            UsageError: for a fused optimizer on CPUs, or an optimizer that steps divided and whole parameters at once.
         """
         if self._operations is not None:
             checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
@@ -281,7 +281,8 @@ class FullySharded(Strategy):
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
         """A forward pass comes that a backward pass will follow."""
-        # A weight that a forward pass limits leaves its limits after some epochs: the first steps of all are looked at.
+        # A weight that a forward pass limits leaves its limits after some epochs: the first steps of all passes are
+        # compared.
         self._blocks.begin_micro_batch(compares=position.is_checked or position.step < 2)
 
     def backward(
@@ -309,7 +310,7 @@ class FullySharded(Strategy):
         divide_by_counts(target, samples, counted)
 
     def end_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Restore buffers; after the last micro-batch, move them by the mean over the step. Collective then."""
+        """Restore buffers; after the last micro-batch, move buffers by the mean over the step. Collective then."""
         if not self._buffers_are_moved:
             self.before_update(position)
         self._buffers_are_moved = False
@@ -328,7 +329,7 @@ class FullySharded(Strategy):
         self._blocks.end_micro_batch(is_last=False)
 
     def before_update(self, position: MicroBatchPosition) -> None:
-        """Move buffers by the mean over the step: nothing that follows in it needs another rank. Collective."""
+        """Move buffers by the mean over the step, whose rest then needs no other rank. Collective."""
         with translating_peer_errors("the reduction of buffers"):
             self._buffers.end_micro_batch(position)
         self._buffers_are_moved = True
@@ -338,7 +339,7 @@ class FullySharded(Strategy):
         return self._blocks.evaluating()
 
     def finish_training(self) -> None:
-        """Check that all ranks called the same blocks; each holds its part of the trained model already. Collective."""
+        """Check that all ranks called the same blocks; each rank holds its part of the trained model. Collective."""
         self._blocks.compare_calls()
         self._blocks.check_values()
 

@@ -22,10 +22,10 @@ from lockstep.strategy_kinds import HsdpOptions
 
 
 def open_strategy(context: StrategyContext, options: HsdpOptions) -> Strategy:
-    """The strategy ``hsdp``; one rank alone divides nothing. Collective.
+    """The strategy ``hsdp``; a single rank divides nothing. Collective.
 
     Raises:
-        SettingError: if the ranks cannot be divided so.
+        SettingError: if the ranks cannot be divided into copies.
     """
     if options.tensor > 1:
         data_parallel = replace(options, tensor=1)
@@ -36,10 +36,10 @@ def open_strategy(context: StrategyContext, options: HsdpOptions) -> Strategy:
 
 
 def ranks_of_a_copy(group: Group, shard: int) -> int:
-    """How many ranks hold a copy of the model: ``shard``, or as many as each node has.
+    """The number of ranks that hold a copy of the model: ``shard``, or the ranks of each node.
 
     Raises:
-        SettingError: if they do not divide the ranks, or nodes have different numbers of them.
+        SettingError: if this number does not divide the ranks, or nodes have different numbers of ranks.
     """
     ranks = shard
     if not shard:

@@ -1,4 +1,4 @@
-"""Blocks that are gathered ahead of the one that computes, in the order in which the first forward pass called them."""
+"""Blocks that are gathered ahead of the computing block, in the order of their calls in the first forward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lockstep.torch_private import gather_aside
 
 
 class Prefetch:
-    """Has blocks gathered ahead, by torch's explicit prefetching.
+    """Lets blocks be gathered ahead, by torch's explicit prefetching.
 
-    A block that is called in another order than in the first step is gathered when it is called, and one that is not
-    called was gathered for nothing.
+    A block that is called in another order than in the first step is gathered at its call, and a block that is not
+    called was gathered in vain.
 
     Args:
-        ahead: how many blocks; 0: torch's own order stays.
-        over_cpu: whether blocks travel through the memory of the CPU: then in the background, for the CPU has no
-            streams that could wait for them.
+        ahead: number of blocks; 0: torch's own order is kept.
+        over_cpu: whether blocks travel through the memory of the CPU: then in the background, since the CPU has no
+            streams that could wait for blocks.
     """
 
     def __init__(self, ahead: int, *, over_cpu: bool) -> None:

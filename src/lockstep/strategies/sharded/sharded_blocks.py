@@ -1,8 +1,8 @@
-"""The blocks of `fully_shard`: when each of them is gathered, and from when on its rows are all that a rank holds.
+"""The blocks of `fully_shard`: when each block is gathered, and when a rank holds only its rows again.
 
-a block is called      gathered, computed, freed; noted, for all ranks must call the same ones
+a block is called      gathered, computed, freed; noted, since all ranks must call the same blocks
 its backward pass      gathered again, computed, freed
-anything else          `reshard` has freed what was still gathered: a script reads and changes the rows
+anything else          `reshard` has freed gathered blocks: a script reads and changes the rows
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lockstep.torch_private import knows_its_root
 
 
 class ShardedBlocks:
-    """The blocks of all models, each of which is a block itself.
+    """The blocks of all models; each model is a block, too.
 
     Args:
         group: all ranks.
-        prefetch: which blocks are gathered ahead.
+        prefetch: gathers blocks ahead.
         strategy: its name.
         keeps_gathered: whether blocks stay gathered until the step's last backward pass.
     """
@@ -41,27 +41,27 @@ class ShardedBlocks:
         self._blocks: Final[list[FSDPModule]] = []
         self._roots: Final[list[FSDPModule]] = []
         self._held: Final[list[HeldParameters]] = []
-        self._calls = 0  # a checksum of which blocks were called, in their order
+        self._calls = 0  # a checksum of the called blocks, in order
         self._evaluates = self._computes_step = False
 
     def add(self, model: nn.Module, module: nn.Module, own: Collection[nn.Parameter]) -> None:
-        """A ``module`` of ``model`` after `fully_shard`; ``own`` are its parameters, and of no block inside it."""
+        """Add a ``module`` of ``model`` after `fully_shard`; ``own`` are its parameters, without inner blocks'."""
         block = cast(FSDPModule, module)
         self._blocks.append(block)
         self._held.append(HeldParameters(model, module, own, self._strategy))
         module.register_forward_pre_hook(partial(self._note_call, len(self._blocks), block), prepend=True)
 
     def add_model(self, model: nn.Module, blocks: Sequence[FSDPModule]) -> None:
-        """``model``, after its ``blocks``, itself among them."""
+        """Add ``model``, after its ``blocks``, which include the model itself."""
         self._roots.append(cast(FSDPModule, model))
         if callable(getattr(model, "generate", None)):
-            # Models of transformers use parameters in it outside of forward(): an encoder is called by itself.
+            # Models of transformers use parameters in generate() outside of forward(): an encoder is called directly.
             register_fsdp_forward_method(model, "generate")
         else:
             model.register_forward_hook(partial(self._reshard_after_looking, blocks))
 
     def begin_micro_batch(self, *, compares: bool) -> None:
-        """A forward pass comes that a backward pass will follow; it ``compares`` what is gathered around itself."""
+        """Begin a forward pass with a backward pass; ``compares``: gathered parameters are compared around it."""
         self._computes_step = True
         for held in self._held:
             held.compares_marks = compares
@@ -82,16 +82,16 @@ class ShardedBlocks:
                 held.computes_gradients = False
 
     def end_micro_batch(self, *, is_last: bool) -> None:
-        """The micro-batch is over; after the last one of a step, the rows are what counts.
+        """End the micro-batch; after the last of a step, free gathered blocks, so that only rows are left.
 
         Raises:
-            UsageError: if what was gathered was changed, see `HeldParameters.check_values`.
+            UsageError: if gathered parameters were changed, see `HeldParameters.check_values`.
         """
         self._computes_step = False
         for held in self._held:
             held.compare_marks()
         if is_last:
-            # What a forward pass has gathered since the backward pass is as it was before the optimizers' steps.
+            # Blocks gathered since the backward pass have the values from before the optimizers' steps.
             self.reshard()
             self.check_values()
 
@@ -122,10 +122,10 @@ class ShardedBlocks:
         self.compare_calls()
 
     def compare_calls(self) -> None:
-        """Check that all ranks called the same blocks; else they may have got each other's parameters. Collective.
+        """Check that all ranks called the same blocks; else ranks may have got each other's parameters. Collective.
 
         Raises:
-            MismatchError: if some did not.
+            MismatchError: if not.
         """
         self._group.check_equal(
             "a checksum of the order in which forward() calls the blocks of wrap=... (where that depends on the data, "
@@ -134,17 +134,17 @@ class ShardedBlocks:
         )
 
     def check_held(self) -> None:
-        """Check that modules hold what was divided, see `HeldParameters.check_held`."""
+        """Check that modules hold the divided parameters, see `HeldParameters.check_held`."""
         for held in self._held:
             held.check_held()
 
     def check_values(self) -> None:
-        """Check that nothing was written to what is dropped, see `HeldParameters.check_values`."""
+        """Check that gathered parameters were not written to, see `HeldParameters.check_values`."""
         for held in self._held:
             held.check_values()
 
     def reshard(self) -> None:
-        """Free gathered blocks, so that what is read next are the ranks' rows."""
+        """Free gathered blocks, so that the script next reads the ranks' rows."""
         for block in self._blocks:
             block.reshard()
 
@@ -153,7 +153,7 @@ class ShardedBlocks:
         self._prefetch.note_call(block)
 
     def _reshard_after_looking(self, blocks: Sequence[FSDPModule], *_: object) -> None:
-        """After a forward pass that no backward pass follows: what the script changes next are the ranks' rows."""
+        """Free blocks after a forward pass without a backward pass, so that the script next changes the ranks' rows."""
         if not (self._computes_step if torch.is_grad_enabled() else self._evaluates):
             for block in blocks:
                 block.reshard()

@@ -1,4 +1,4 @@
-"""Gradients of parameters that every rank holds whole, beside blocks that are divided: those of ignored modules.
+"""Gradients of parameters of ignored modules, which every rank holds whole, beside divided blocks.
 
 each micro-batch     .grad of all of them, flat     exchanged with those of the other ranks, as a block's is
 the last one         each rank's part of the sum    gathered: .grad is the same sum on every rank
@@ -34,9 +34,9 @@ class WholeGradients:
         self._sum: ScatteredSum | None = None  # of this step
 
     def add(self, position: MicroBatchPosition) -> None:
-        """Take the gradients of a micro-batch out of ``.grad``; after the last one, that holds the sum. Collective.
+        """Take the gradients of a micro-batch out of ``.grad``; after the last, ``.grad`` holds the sum. Collective.
 
-        All parameters have a gradient.
+        All parameters must have a gradient.
         """
         if self._sum is None:
             self._sum = self._reduce_scatter.begin(position.of)
@@ -65,7 +65,7 @@ class WholeGradients:
 def by_type(
     parameters: Sequence[nn.Parameter], shard_groups: ShardGroups, reduce_scatter: ReduceScatter
 ) -> list[WholeGradients]:
-    """What sums the gradients of ``parameters``, one for those of each type."""
+    """A `WholeGradients` for the ``parameters`` of each type."""
     types = dict.fromkeys(p.dtype for p in parameters)
     return [
         WholeGradients([p for p in parameters if p.dtype == dtype], shard_groups, reduce_scatter) for dtype in types

@@ -1,4 +1,4 @@
-"""Which modules of a model are gathered, computed and resharded as one: its blocks."""
+"""The blocks of a model: modules that are gathered, computed and resharded as a whole."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ _UNITS: Final = {"K": 10**3, "M": 10**6, "G": 10**9}
 
 
 def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
-    """The blocks of ``model``, inner ones before those around them; never ``model`` itself.
+    """The blocks of ``model``, inner blocks before outer ones; never ``model`` itself.
 
-    A module that shares a parameter with modules outside of it is no block: the module that holds them all gathers it.
+    A module that shares a parameter with modules outside of it is no block: the parameter is gathered by the module
+    around all of them.
 
     Args:
         model: of which a block's ``forward`` is called whenever the parameters inside are used.
@@ -36,7 +37,7 @@ def blocks_of(model: nn.Module, wrap: str) -> list[nn.Module]:
             of classes, joined by ``+``.
 
     Raises:
-        SettingError: if no module is of such a class, or there is no such function.
+        SettingError: if no module is of such a class, or the function does not exist.
     """
     size = _number(wrap)
     if wrap == "whole":
@@ -58,7 +59,7 @@ def ignored_parameters(model: nn.Module, names: str) -> set[nn.Parameter]:
     """The parameters of the modules of ``model`` that ``names``, joined by ``+``, gives by class or by path.
 
     Raises:
-        SettingError: if there is no such module, or it has no parameters.
+        SettingError: if no such module exists, or it has no parameters.
     """
     ignored: set[nn.Parameter] = set()
     for name in filter(None, names.split("+")):
@@ -78,9 +79,9 @@ def ignored_parameters(model: nn.Module, names: str) -> set[nn.Parameter]:
 
 
 def recompute(block: nn.Module) -> None:
-    """Let ``block`` keep only its inputs in the forward pass, and compute it once more in the backward pass.
+    """Let ``block`` keep only its inputs in the forward pass, and be computed again in the backward pass.
 
-    The second time uses the same random numbers, and does not change buffers.
+    The second computation uses the same random numbers, and does not change buffers.
     """
     block.forward = _Recomputed(block, block.forward)
 

@@ -1,4 +1,4 @@
-"""What a ``colwise`` layer gives a rank: a part of the last dimension, which must not be taken for the whole.
+"""The output of a ``colwise`` layer on a rank: a part of the last dimension, which must not be taken for the whole.
 
     q = self.q(x)                       this rank's heads, end to end
     q.view(batch, length, -1, size)     right: as many heads as are here
@@ -7,8 +7,7 @@
     q, k, v = self.qkv(x).chunk(3, -1)  refused: where a third ends on one rank, it does not on two
     q.softmax(-1)                       refused: the sum is that of a part
 
-Only the layer's own output is watched, and not sizes that are all given as numbers; what is computed from it is a plain
-tensor.
+Only the layer's own output is checked, and only sizes with a -1; results computed from it are plain tensors.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.torch_private import without_torch_function
 
-#: They cut a dimension into parts; with the place of that dimension among their arguments, and its default.
+#: Functions that cut a dimension into parts; with the place of this dimension among the arguments, and its default.
 _CUTS: Final = {"chunk": (2, 0), "split": (2, 0), "split_with_sizes": (2, 0), "tensor_split": (2, 0), "glu": (1, -1)}
-#: They need all elements along a dimension, or along several; None: along all.
+#: Functions that need all elements along a dimension, or several; None: along all.
 _REDUCTIONS: Final = {
     **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (1, -1)),
     **dict.fromkeys(("sum", "mean", "var", "std", "amax", "argmax", "max", "min"), (1, None)),
@@ -53,7 +52,7 @@ class DividedOutput(torch.Tensor):
         """Call ``func``, unless it would take a part for the whole.
 
         Raises:
-            UsageError: then.
+            UsageError: for such a call.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
@@ -71,7 +70,7 @@ class DividedOutput(torch.Tensor):
 
 
 def _is_along_last(output: DividedOutput, place: tuple[int, int | None], args: Any, kwargs: Any) -> bool:
-    """Whether the dimension, or one of the dimensions, at that ``place`` of the arguments is the last one."""
+    """Whether a dimension at this ``place`` of the arguments is the last dimension."""
     index, default = place
     dim = kwargs.get("dim", args[index] if len(args) > index else default)
     dims = dim if isinstance(dim, tuple | list) else (dim,)
@@ -94,10 +93,10 @@ def _refuse_reduction(output: DividedOutput, name: str) -> NoReturn:
 
 
 def _check_sizes(output: DividedOutput, sizes: Any) -> None:
-    """Check that a -1 among ``sizes`` stands neither for what pieces of the whole are cut into, nor for the places.
+    """Check that a -1 among ``sizes`` is neither for the size of pieces of the whole, nor for the places.
 
     Raises:
-        UsageError: if it does.
+        UsageError: if it is.
     """
     sizes = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if not isinstance(sizes, tuple | list) or -1 not in sizes or not output.numel():

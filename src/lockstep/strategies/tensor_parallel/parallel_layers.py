@@ -4,8 +4,8 @@
 colwise      x ──► x W_rᵀ + b_r  ──────►    rowwise   h_r ──► h_r W_rᵀ ── sum over ranks ── + b ──► whole output
                                  in between, each rank has its own part of the activations
 
-What a layer computes is written anew, since a bias is added once, after the sum; it stays the layer's ``forward``, so
-that hooks and `fully_shard` see the calls that they see without a plan.
+The computation of a layer is written anew, since a bias is added once, after the sum; it replaces the layer's
+``forward``, so that hooks and `fully_shard` see the same calls as without a plan.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from lockstep.torch_private import own_parameters, set_parameters
 
 
 class DividedRegion:
-    """Between a ``colwise`` layer and the ``rowwise`` one after it: there each rank draws random numbers of its own.
+    """The region between a ``colwise`` layer and the next ``rowwise`` layer, where each rank draws its own numbers.
 
-    Outside, ranks of a group draw the same numbers, for they compute the same; inside, dropout must not drop the same
-    elements of every rank's part. Both follow from the seed of the micro-batch, so that a forward pass that is computed
-    again (as for checkpointed activations) draws the same: which numbers are drawn is told by the generators alone.
+    Outside, ranks of a group draw equal numbers, since they compute equal values; inside, dropout must not drop the
+    same elements of every rank's part. Both follow from the seed of the micro-batch, so that a forward pass that is
+    computed again (as for checkpointed activations) draws the same numbers, by the generators' states alone.
 
     Args:
         rank: in the tensor group.
-        device: whose generators it seeds, beside those of the CPU.
+        device: whose generators are seeded, beside those of the CPU.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self._rank: Final = rank
         self._device: Final = device
-        # What the generators go on from outside, by the seed that they have inside; of this micro-batch.
+        # States of the generators outside, by their seed inside; of this micro-batch.
         self._outside: Final[dict[int, torch.Tensor]] = {}
         self._input: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def shared_input(self, value: torch.Tensor, group: TensorGroup) -> torch.Tensor:
         """`TensorGroup.to_each_rank` of ``value``; layers with the same input, as for queries and keys, get one tensor.
 
-        So its gradient is summed over ranks once.
+        So the input's gradient is summed over ranks once.
         """
         if self._input is None or self._input[0] is not value or self._input[1].requires_grad != _records(value):
             self._input = (value, group.to_each_rank(value))
         return self._input[1]
 
     def enter(self) -> None:
-        """Activations are divided from now on; nothing, if they are already."""
+        """Enter the region, in which activations are divided; does nothing within the region."""
         if torch.initial_seed() in self._outside:
             return
         drawn = int(torch.randint(1 << 48, ()))  # the same on all ranks of the group
@@ -71,13 +71,13 @@ class DividedRegion:
             set_random_state(outside, self._device)
 
     def forget(self) -> None:
-        """Another micro-batch begins, or the last one is over."""
+        """Forget the micro-batch's input and generator states, as another begins, or the last is over."""
         self._input = None
         self._outside.clear()
 
 
 class _Colwise:
-    """Each rank computes some of the outputs."""
+    """The forward pass in which each rank computes some of the outputs."""
 
     def __init__(self, name: str, layer: nn.Linear, group: TensorGroup, region: DividedRegion) -> None:
         self._name, self._layer, self._group, self._region = name, layer, group, region
@@ -91,7 +91,7 @@ class _Colwise:
 
 
 class _ColwiseGathered:
-    """Each rank computes some of the outputs, and gets them all."""
+    """The forward pass in which each rank computes some of the outputs, and gets all."""
 
     def __init__(self, layer: nn.Linear, group: TensorGroup) -> None:
         self._layer, self._group = layer, group
@@ -102,7 +102,7 @@ class _ColwiseGathered:
 
 
 class _Rowwise:
-    """Each rank computes all outputs from some of the inputs, and gets their sum."""
+    """The forward pass in which each rank computes all outputs from some of the inputs, and gets the sum."""
 
     def __init__(self, layer: nn.Linear, group: TensorGroup, region: DividedRegion, *, splits: bool) -> None:
         self._layer, self._group, self._region, self._splits = layer, group, region, splits
@@ -116,7 +116,7 @@ class _Rowwise:
 
 
 class _EmbeddingRowwise:
-    """Each rank looks up the rows that it holds; those of the others are zeros in the sum."""
+    """The look-up in which each rank looks up the rows that it holds; other rows are zeros in the sum."""
 
     def __init__(self, layer: nn.Embedding, group: TensorGroup, rows: TensorDivision) -> None:
         self._layer, self._group = layer, group
@@ -127,14 +127,14 @@ class _EmbeddingRowwise:
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         own = value - self._first
-        # An id that no rank has stays what it is, and the look-up refuses it, as it would on one rank.
+        # An id that no rank has stays unchanged, and the look-up refuses it, as on one rank.
         elsewhere = ((own < 0) & (value >= 0)) | ((own >= self._rows) & (value < self._all_rows))
         rows = F.embedding(own.masked_fill(elsewhere, 0), self._layer.weight, self._padding)
         return self._group.sum_of_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
 class _EmbeddingColwise:
-    """Each rank looks up some columns of every row, and gets them all."""
+    """The look-up in which each rank looks up some columns of every row, and gets all columns."""
 
     def __init__(self, layer: nn.Embedding, group: TensorGroup) -> None:
         self._layer, self._group = layer, group
@@ -151,7 +151,8 @@ class _Summed:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         held = own_parameters(self._module)
-        # In place of each parameter, for this call: what sums the gradient over ranks before it reaches the parameter.
+        # In place of each parameter, for this call: a tensor whose gradient is summed over ranks before it reaches the
+        # parameter.
         divided = {
             name: None if parameter is None else self._group.to_each_rank(parameter) for name, parameter in held.items()
         }
@@ -175,8 +176,8 @@ def compute_in_parallel(
         model: prepared in place; its parameters are this rank's parts already.
         styles: of layers, by their names.
         divisions: of tensors, by their names.
-        group: that computes together.
-        region: what all layers of the model share.
+        group: of the ranks that compute together.
+        region: shared by all layers of the model.
     """
     for name, style in styles.items():
         forward = _forward_of(style, name, model.get_submodule(name), divisions.get(f"{name}.weight"), group, region)
@@ -202,5 +203,5 @@ def _forward_of(
 
 
 def _records(value: torch.Tensor) -> bool:
-    """Whether what is computed from ``value`` now has a gradient."""
+    """Whether a result computed from ``value`` now has a gradient."""
     return value.requires_grad and torch.is_grad_enabled()

@@ -6,9 +6,10 @@ sum_of_ranks         the sum of the ranks' values        nothing
 gathered             the ranks' last dimensions joined   this rank's part
 own_part             this rank's part                    the ranks' parts joined
 
-Sums follow the tree over the ranks of the group: their bits depend on the values, and on how many ranks the group has.
+Sums follow the tree over the ranks of the group: their bits depend on the values, and on the group's number of ranks.
 
-Each one's backward pass is another one, so gradients can be differentiated again, as for a gradient penalty.
+The backward pass of each operation is another of these operations, so gradients can be differentiated again, as for a
+gradient penalty.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TensorGroup:
-    """The ranks that compute each layer of a model together; each call is collective for them.
+    """The ranks that compute each layer of a model together; each method is collective for these ranks.
 
     Args:
         shard_groups: of which a tensor group is a copy.
@@ -37,19 +38,19 @@ class TensorGroup:
         self._all_reduce: Final = RankOrderAllReduce(shard_groups.within)
 
     def to_each_rank(self, value: torch.Tensor) -> torch.Tensor:
-        """``value``, which is the same on all ranks, for each to compute with by itself."""
+        """``value``, equal on all ranks, for each rank's separate computation."""
         return _paired(value, lambda same: same.view_as(same), self.sum_of_ranks)
 
     def sum_of_ranks(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of each rank's ``value``, to compute the same with on all of them."""
+        """The sum of each rank's ``value``, for an equal computation on all ranks."""
         return _paired(value, self.sum, self.to_each_rank)
 
     def gathered(self, value: torch.Tensor) -> torch.Tensor:
-        """Each rank's ``value``, joined in the last dimension, to compute the same with on all of them."""
+        """Each rank's ``value``, joined in the last dimension, for an equal computation on all ranks."""
         return _paired(value, self.gather, self.own_part)
 
     def own_part(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's part, in the last dimension, of ``value``, which is the same on all of them."""
+        """This rank's part, in the last dimension, of ``value``, which is equal on all ranks."""
         return _paired(value, self.part, self.gathered)
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class TensorGroup:
 
 
 class _Paired(torch.autograd.Function):
-    """A map of values whose gradient is another map of the gradient, itself one that can be differentiated."""
+    """A map of values whose backward pass is another map, which can be differentiated, too."""
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, of_value: _Map, of_gradient: _Map) -> torch.Tensor:

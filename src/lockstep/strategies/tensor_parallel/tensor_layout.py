@@ -1,4 +1,4 @@
-"""Where tensors lie that are divided within a tensor group, and what is left of them among data-parallel ranks.
+"""The layout of tensors that are divided within a tensor group, and then among data-parallel ranks.
 
                    the whole        a tensor group divides it     another strategy divides what each rank has
 colwise.weight     8 rows of 6      rows 0..3 | rows 4..7         rows 0..1, 2..3 | rows 4..5, 6..7
@@ -45,12 +45,12 @@ class TensorDivisions:
         return ((name, parameter) for name, parameter in model.named_parameters() if name in divisions)
 
     def note_parts(self, model: nn.Module) -> None:
-        """What this rank holds of ``model`` is right: `changed_parts` are those that change afterwards."""
+        """Note this rank's parts of ``model`` as they are: `changed_parts` gives parts that change afterwards."""
         for _, parameter in self.named_parameters(model):
             self._noted[parameter] = checksum(local_part(parameter.detach()))
 
     def changed_parts(self) -> dict[tuple[int, str], int]:
-        """Checksums of the parts that have changed, and have not one value each; by number of the model, and name."""
+        """Checksums of changed parts with more than one value, by number of the model, and name."""
         changed = {}
         for number, model in enumerate(self._by_model):
             for name, parameter in self.named_parameters(model):
@@ -65,12 +65,12 @@ class TensorDivisions:
         return self._by_model[model]
 
     def of_parameter(self, parameter: nn.Parameter) -> TensorDivision | None:
-        """The division of a parameter; None: each rank of a tensor group has it whole."""
+        """The division of a parameter; None: each rank of a tensor group has the whole parameter."""
         return self._by_parameter.get(parameter)
 
 
 def take_own_part(module: nn.Module, name: str, division: TensorDivision) -> None:
-    """``load_state_dict`` of ``module``, or of one around it, takes whole tensors of that ``name``, too."""
+    """Let ``load_state_dict`` of ``module``, or of a module around it, also accept whole tensors named ``name``."""
 
     def replace(_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         value = state.get(prefix + name)
@@ -84,11 +84,11 @@ class TensorLayout(StateLayout):
     """The layout of a strategy's tensors, each of which is a part of a tensor group's.
 
     Args:
-        inner: of the strategy, for what this rank would hold if its part were the whole.
+        inner: of the strategy, as if this rank's part were the whole.
         shard_groups: of which a tensor group is a copy.
-        divisions: into such parts.
-        alike: what else must be the same on all ranks of a tensor group, by what it is called.
-        alone: whether states are what lies on this rank, and no other one is asked.
+        divisions: of tensors into such parts.
+        alike: other values that must be equal on all ranks of a tensor group, by name.
+        alone: whether states are only this rank's, without asking other ranks.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TensorLayout(StateLayout):
         self._alone: Final = alone
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-        """The 2-norm of all gradients, from those of the parts, and of what is whole. Collective."""
+        """The 2-norm of all gradients, from the norms of the parts and of whole gradients. Collective."""
         divided = [p for p in parameters if self._divisions.of_parameter(p) is not None]
         known = set(divided)
         whole = [p for p in parameters if p not in known]
@@ -124,10 +124,10 @@ class TensorLayout(StateLayout):
         return (self._group.sum_tensor(own, "whether all gradients are finite") != 0).to(own)
 
     def model_state(self, model: nn.Module) -> StateDict:
-        """What lies on this rank, as a `TensorShard` where it is a part. Collective, unless it asks no other rank.
+        """This rank's tensors of ``model``, parts as `TensorShard`. Collective, unless ``alone``.
 
         Raises:
-            MismatchError: if ranks of a tensor group have other values of what each of them has whole.
+            MismatchError: if ranks of a tensor group have different values of a tensor that each has whole.
         """
         divisions = self._divisions.of_model(model)
         state = {
@@ -148,7 +148,7 @@ class TensorLayout(StateLayout):
         self._divisions.note_parts(model)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
-        """The states that lie on this rank, likewise. Collective, unless it asks no other rank.
+        """This rank's optimizer states, parts as `TensorShard`. Collective, unless ``alone``.
 
         Raises:
             UsageError: for a state that is no part of a tensor of its parameter's shape.
@@ -165,11 +165,10 @@ class TensorLayout(StateLayout):
         self._inner.load_optimizer(optimizer, state | {"state": self._states(optimizer, state, _own)})
 
     def check_parts_differ(self) -> None:
-        """Check that nothing got the same values, not one value each, on all ranks of a tensor group. Collective.
+        """Check that no parts got equal values, other than one value, on all ranks of a tensor group. Collective.
 
         Raises:
-            UsageError: if something did: ranks have drawn the same numbers, each for its part, and would learn the
-                same.
+            UsageError: if parts did: ranks have drawn the same numbers, each for its part, and would learn the same.
         """
         own = self._divisions.changed_parts()
         by_rank = self._group.gather_objects(own, "a checksum of what has changed of each rank's part of each tensor")
@@ -187,7 +186,7 @@ class TensorLayout(StateLayout):
         state: StateDict,
         convert: Callable[[Any, TensorDivision | None], Any],
     ) -> StateDict:
-        """The states of all parameters, by their numbers, every value as ``convert`` gives it."""
+        """The states of all parameters, by their numbers, every value converted by ``convert``."""
         parameters = dict(enumerate(parameters_of(optimizer)))
         found = dict(state["state"])
         for key, values in found.items():
@@ -197,7 +196,7 @@ class TensorLayout(StateLayout):
         return found
 
     def _outside(self, value: object, division: TensorDivision | None) -> object:
-        """Of what the other strategy says of a part: what there is to say of the whole."""
+        """The value for the whole tensor, from the other strategy's ``value`` for a part."""
         if not isinstance(value, torch.Tensor | TensorShard):
             return value
         shape = tuple(value.shape)
@@ -215,10 +214,10 @@ class TensorLayout(StateLayout):
         return value
 
     def _check_equal(self, state: Mapping[str, object]) -> None:
-        """Check that what ``state`` holds is the same on all ranks of a tensor group. Collective.
+        """Check that the tensors of ``state`` are equal on all ranks of a tensor group. Collective.
 
         Raises:
-            MismatchError: if it is not, with the name of the first that differs.
+            MismatchError: naming tensors that differ.
         """
         if self._alone:
             return
@@ -239,7 +238,7 @@ class TensorLayout(StateLayout):
 
 
 def _own(value: object, division: TensorDivision | None) -> object:
-    """This rank's part of ``value``, if that is a tensor of the shape that is divided; ``value``, if it has no shape.
+    """This rank's part of ``value``, a tensor of the divided shape; ``value`` itself if it has no dimension.
 
     Raises:
         ValueError: for a tensor of another shape, which may be that of a part.

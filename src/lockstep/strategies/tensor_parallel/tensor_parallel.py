@@ -1,4 +1,4 @@
-"""Layers divided among neighbouring ranks, a tensor group; another strategy among the ranks with the same part.
+"""The strategy that divides layers among the ranks of a tensor group, with another strategy among equal parts.
 
     six ranks, tensor=2            micro-batches     layers                  the other strategy, such as ``fsdp``
     rank 0 | rank 1                0 1               left half | right half  ranks 0, 2, 4 train a model that consists
@@ -6,15 +6,15 @@
     rank 4 | rank 5                4 5               left half | right half  halves, each along the tree
 
 To the other strategy a part is a model like any other: its layers are smaller, and their forward passes happen to wait
-for the other ranks of the tensor group. What is not divided is computed by all ranks of a group alike, from equal
-values, and so are its gradients.
+for the other ranks of the tensor group. Layers that are not divided are computed by all ranks of a group equally, from
+equal values, and so are their gradients.
 
-Each rank holds 1 / tensor of the divided layers, of which the other strategy may divide what it divides. Sent within a
-group for a micro-batch: the output of each ``rowwise`` layer in the forward pass, the gradient of the input of
-``colwise`` layers in the backward pass; activations, where a data-parallel rank sends gradients.
+Each rank holds 1 / tensor of the divided layers, which the other strategy may divide further. Sent within a group for a
+micro-batch: the output of each ``rowwise`` layer in the forward pass, the gradient of the input of ``colwise`` layers
+in the backward pass; activations, where a data-parallel rank sends gradients.
 
 A sum over a tensor group is made in the order of its ranks, and one over micro-batches along the tree. So the bits
-depend on how many ranks a tensor group has, and not on how many groups there are.
+depend on the number of ranks of a tensor group, not on the number of groups.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lockstep.strategies.tensor_parallel.tensor_group import TensorGroup
 from lockstep.strategies.tensor_parallel.tensor_layout import TensorDivisions, TensorLayout, take_own_part
 from lockstep.strategies.tensor_parallel.tensor_plan import divisions_of, styles_of
 
-#: What torch says where a layer is given activations that are divided otherwise than it expects.
+#: Torch's messages where a layer gets activations that are divided in an unexpected way.
 _SHAPE_ERRORS: Final = (
     "shapes cannot be multiplied",
     "is invalid for input of size",
@@ -54,12 +54,12 @@ _SHAPE_ERRORS: Final = (
 
 
 class TensorParallel(DelegatingStrategy):
-    """A strategy whose layers tensor groups compute together. Collective to make.
+    """A strategy whose layers tensor groups compute together. The constructor is collective.
 
     Args:
         context: the conditions.
         ranks: of a tensor group.
-        name: of the strategy, as the user said it.
+        name: of the strategy, as the user gave it.
         open_inner: opens the strategy among the ranks that have the same part of each layer.
 
     Raises:
@@ -83,13 +83,13 @@ class TensorParallel(DelegatingStrategy):
         self._tensor_group: Final = TensorGroup(self._shard_groups)
         self._inner: Final = open_inner(replace(context, group=self._shard_groups.across))
         self._construction: Final = DividedConstruction(group, group)
-        self._constructed: nn.Module | None = None  # the model that it has made last
+        self._constructed: nn.Module | None = None  # the model made last
         self._plan: TensorPlan | None = None
-        self._is_checked = False  # whether parts of ranks differ
+        self._is_checked = False  # whether the parts of ranks were compared
         self._regions: Final[list[DividedRegion]] = []
         self._divisions: Final = TensorDivisions()
         self.assignment = replace(self._inner.assignment, counts=self._tensor_group.rank == 0)
-        # Losses are whole; what penalises the parts of parameters, or reads run.rank, shows in them.
+        # Losses are whole; a penalty on parts of parameters, or a use of run.rank, shows in them.
         self._losses: Final = torch.zeros((), dtype=torch.float64, device=group.device)
         alike = {"the sum of the losses": self._losses}
         self._layout: Final = TensorLayout(self._inner.state_layout, self._shard_groups, self._divisions, alike)
@@ -107,7 +107,7 @@ class TensorParallel(DelegatingStrategy):
         return self._inner
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` gives, of which each of all ranks holds rows until `setup_model`. Collective.
+        """The model of ``make``, of which each rank holds rows until `setup_model`. Collective.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -120,7 +120,7 @@ class TensorParallel(DelegatingStrategy):
         self._plan = plan
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:
-        """``model`` itself, with this rank's part of each layer that the plan names, as rank 0 made it. Collective.
+        """``model`` itself, with this rank's part of each planned layer, from rank 0's values. Collective.
 
         Raises:
             MismatchError: if ranks made different models.
@@ -139,12 +139,12 @@ class TensorParallel(DelegatingStrategy):
         group.check_equal("the tensor plan", sorted(styles.items()))
         divisions = divisions_of(model, styles, tensor_group.rank, tensor_group.size)
         if model is self._constructed:
-            verify_module_states(group, model)  # its parameters were compared when they were made
+            verify_module_states(group, model)  # its parameters were compared in `construct`
             broadcast_from_rank0(group, model.buffers())
         else:
             sync_module_states(group, model)
         for name, parameter in model.named_parameters():
-            self._construction.restore([parameter])  # one after the other: of the rest only parts are here
+            self._construction.restore([parameter])  # one after the other: of all others this rank holds only parts
             own = divisions[name].own(parameter.data) if name in divisions else parameter.data
             parameter.data = own.to(group.device)
         for buffer in model.buffers():
@@ -160,7 +160,7 @@ class TensorParallel(DelegatingStrategy):
             layer, _, own_name = name.rpartition(".")
             module = model.get_submodule(layer)
             take_own_part(module, own_name, divisions[name])
-            if not isinstance(getattr(module, own_name), DTensor):  # else the other strategy has seen to it
+            if not isinstance(getattr(module, own_name), DTensor):  # else the other strategy has done this
                 mark_partial(module, [own_name], self._name)
         refuse_copies(model, self._name)
         model.compile = self._refuse_compile  # type: ignore[method-assign]
@@ -170,7 +170,7 @@ class TensorParallel(DelegatingStrategy):
         """Check that ``optimizer`` can step a part of each tensor.
 
         Raises:
-            UsageError: for one of torch's that looks at several elements at once.
+            UsageError: for a torch optimizer that looks at several elements at once.
         """
         if known := steps_across_elements(optimizer):
             raise UsageError(
@@ -192,14 +192,14 @@ class TensorParallel(DelegatingStrategy):
         self._is_checked = True
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
-        """Forget what random numbers the micro-batch before has drawn."""
+        """Forget the random numbers of the micro-batch before."""
         self._forget_regions()
         self._inner.begin_micro_batch(position)
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
-        """Let the other strategy compute and sum gradients, each rank those of its part. Collective."""
+        """Let the other strategy compute and sum gradients, on each rank for its part. Collective."""
         self._losses.add_(loss.detach().to(self._losses))
         self._inner.backward(loss, weight, target, position)
 
@@ -249,7 +249,7 @@ def check_groups(nodes: tuple[int, ...], ranks: int, name: str) -> None:
     """Check that ranks on these ``nodes`` make tensor groups of ``ranks`` neighbours, each on one node.
 
     Raises:
-        SettingError: if they do not.
+        SettingError: if not.
     """
     if len(nodes) % ranks:
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Which layers of a model are divided within a tensor group, and how: read from a plan, without touching the model.
+"""The division of a model's layers within a tensor group, read from a plan, without touching the model.
 
     plan                                  layer                     weight, of shape (out, in)      bias
     "layers.*.up": "colwise"              layers.0.up               rows: (out / n, in)             divided
@@ -61,7 +61,7 @@ _EXAMPLE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class TensorDivision:
-    """One rank's part of a tensor that is divided along one dimension into parts of one length."""
+    """A rank's part of a tensor that is divided along one dimension into parts of equal length."""
 
     dim: int
     start: int  #: of the part, along that dimension
@@ -84,7 +84,7 @@ class TensorDivision:
         return StoredTensor(self.local_shape, whole.dtype, read)
 
     def shard(self, part: torch.Tensor | TensorShard) -> TensorShard:
-        """Where the part, or a box of it, lies in the whole."""
+        """The shard of the whole tensor that is the part, or a box of the part."""
         if isinstance(part, torch.Tensor):
             return TensorShard(part.detach(), self._outside((0,) * part.dim()), self.shape, part.dtype)
         if part.tensor is None:
