@@ -15,8 +15,8 @@ from lockstep.testing import run_ranks
 # A rank that parts ways with the others is told so by a deadline, for its process lives on to the next run.
 PEER_TIMEOUT_S = "30"
 # Of the bodies that a run's first step tries again: each of its micro-batches twice. All of them are most of the time
-# of a run of a few steps: tests of these bodies themselves use `on_world_trying_all`.
-TRIED = 8
+# of a run of a few steps: tests of these bodies themselves use `on_world_trying_all`, and `make campaign` tries all.
+TRIED = replay_series.MOST if "LOCKSTEP_CAMPAIGN" in os.environ else 8
 
 
 def in_turn(calls, tried=TRIED):
