@@ -79,6 +79,33 @@ def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit):
     assert finals == finals[:1] * 3
 
 
+def test_a_rank_that_dies_in_its_update_costs_no_mirrored_step_where_no_restart_is_left(workshop):
+    """The other rank has begun its update and has no state of its own to leave: the mirrored one is saved."""
+    script = workshop.script("""
+        import os, signal
+        import torch, lockstep
+
+        class Dies(torch.optim.SGD):
+            def step(self, closure=None):
+                if run.rank == 1 and run.progress.step == 13 + 10 * int(os.environ["LOCKSTEP_GENERATION"]):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                super().step(closure)
+
+        with lockstep.Run(seed=1, save_every="10 steps") as run:
+            model = run.model(torch.nn.Linear(4, 1))
+            run.optimizer(Dies(model.parameters(), lr=0.01, momentum=0.9))
+            batches = run.loader(torch.ones(80, 4), global_batch=4, micro_batch=2, workers=0)
+            for epoch in run.epochs(3):
+                for x in run.train(batches):
+                    run.step(model(x).square().mean())
+    """)
+    words = ("--nproc-per-node", 2, "--max-restarts", 1, "--strategy", "zero", "--set", "mirror=true", "--run-dir", "r")
+    ended = workshop.run(*words, script)
+    assert "saving the last finished step before the job ends" in ended.err
+    saved = [int(path.name.removeprefix("step-")) for path in (workshop.here / "r/checkpoints").glob("step-*")]
+    assert max(saved) == 23, ended.err
+
+
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
 def test_a_signal_to_every_process_of_a_job_at_once_stops_it_with_a_checkpoint(workshop, hit, name):
     launcher = workshop.start("--nproc-per-node", 2, "--run-dir", "r", workshop.script(TRAINS), NAME="a")

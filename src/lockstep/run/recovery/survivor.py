@@ -144,6 +144,7 @@ class EmergencyMemory(Emergency):
         self._journal: MeasuresJournal | None = None
         self._copied: CopiedMeasures | None = None
         self._train: MetricMeans | None = None  # of the pass whose sums the journal began with
+        self._is_left = False  # whether the launcher knows of a mirrored state
         self._step = 0  # the step noted last
         self._of_step: list[Measured] = []
         if self.notes and not settings.mirror:  # a mirror on two hosts holds measured values, too
@@ -225,6 +226,10 @@ class EmergencyMemory(Emergency):
         if self.part is not None and self._mirror is not None:
             sums = Sums(self._metrics.train.own(), self._metrics.recent.own())
             self._mirror.begin(own(self.part), about(), sums, buffers)
+            # Now: a rank that is in its update when another one dies has no other state to leave.
+            if self._mirror.is_used and not self._is_left:
+                self._is_left = True
+                self._files.note_left()
 
     def _who(self) -> str:
         return format_ranks([rank for rank, why_not in enumerate(self._refused) if why_not])
