@@ -762,11 +762,18 @@ class Run:
     # ---- between ranks ------------------------------------------------------------------------------------------
 
     def sum(self, value: T) -> T:
-        """The sum of all ranks' ``value``, a number or a tensor; the sum of truth values is a count. Collective."""
+        """The sum of all ranks' ``value``, a number or a tensor; the sum of truth values is a count. Collective.
+
+        The same bits on all ranks. Sums of whole numbers are the same on any number of ranks; of others, whose parts
+        each rank has rounded, the last digits are not, and a line says so once.
+        """
         return self._ranks.sum(value)
 
     def mean(self, value: T) -> T:
-        """The mean of all ranks' ``value``, a number or a tensor; each rank counts once. Collective."""
+        """The mean of all ranks' ``value``, a number or a tensor; each rank counts once. Collective.
+
+        The same bits on all ranks; it depends on the number of ranks, as `sum` of what is not whole.
+        """
         return self._ranks.mean(value)
 
     def gather(self, value: T) -> list[T]:

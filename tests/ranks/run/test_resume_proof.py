@@ -1,11 +1,13 @@
 """The first step after a resume is the one that followed the checkpoint, or the run ends and says what differs."""
 
 import copy
+import enum
 import itertools
 import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -294,3 +296,50 @@ def test_what_a_script_adds_up_is_explained_where_a_resumed_pass_has_no_micro_ba
     assert "this run has resumed at the end of a pass" in caught.value.__notes__[0]
     frame = caught.traceback[-1].frame
     assert frame.f_locals["mean"] == lost.value.args[0], "the note's advice: run.metrics is restored"
+
+
+class Phases(enum.Enum):
+    WARM = enum.auto()
+    COLD = enum.auto()
+
+
+class Meter:
+    def __init__(self):
+        self.values = {"loss": {"last": [None]}}
+
+
+def with_variables_of_many_kinds(directory, until=10, resume=False):
+    """An epoch has four steps; a checkpoint is of step 6, in the middle of the second."""
+    os.environ[RESUME] = str(int(resume))
+    with Run(checkpoint=directory, save_every="3 steps", keep=9) as run:
+        model = run.model(nn.Linear(3, 2))
+        groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+        optimizer = run.optimizer(torch.optim.SGD(groups, lr=0.1))
+        decayed, _ = optimizer.param_groups
+        batches = run.loader(X[:32], global_batch=8, micro_batch=4, workers=0)
+        total, phase, flat, meter = torch.zeros(2), Phases.WARM, np.zeros(9), Meter()
+        steps = itertools.accumulate(itertools.repeat(2))
+        for epoch in run.epochs(4):
+            decayed["weight_decay"] = 0.1 * epoch
+            for x in run.train(batches):
+                run.step(model(x).square().mean())
+                if run.progress.step == until:
+                    raise Lost
+            total += run.metrics["loss"]
+            phase = Phases.COLD
+            flat = flat + 1
+            meter.values["loss"]["last"][0] = run.metrics["loss"]
+            next(steps)
+        return state_hash(model), phase, float(total[0]), flat[0], next(steps)
+
+
+def test_variables_of_many_kinds_are_told_and_groups_that_a_script_holds_are_the_optimizers(tmp_path, capsys):
+    whole = with_variables_of_many_kinds(str(tmp_path / "whole"), until=None)
+    with pytest.raises(Lost):
+        with_variables_of_many_kinds(str(tmp_path / "cut"), until=8)
+    capsys.readouterr()
+    resumed = with_variables_of_many_kinds(str(tmp_path / "cut"), until=None, resume=True)
+    assert resumed[0] == whole[0]
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "have begun anew" in line)
+    for name in ("total (a tensor", "phase (COLD, now WARM)", "flat (a tensor", "meter.values", "steps"):
+        assert name in line

@@ -42,7 +42,7 @@ from lockstep.strategy_kinds import kind_of, split
 
 #: Relative difference of losses that other kernels may give, where a step need not have the same bits when repeated.
 _NEAR: Final = 1e-3
-_MOST_LISTED: Final = 6  # variables of the script
+_MOST_LISTED: Final = 10  # variables of the script
 _MOST_REASONS: Final = 3
 
 
