@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import sys
 import zlib
+from array import array
+from collections import deque
 from collections.abc import Iterator
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -77,10 +79,12 @@ def _mark_of(value: Any) -> object:
         flat = value.reshape(-1)
         spread = 1 if value.nbytes <= _SMALL_BYTES else -(-value.size // _LOOKED_AT)
         return value.dtype.str, value.shape, zlib.crc32(flat[::spread].tobytes())
-    if issubclass(type(value), list | tuple) and len(value) > _SHORT:
-        some = value[:: -(-len(value) // _LOOKED_AT)]
+    if issubclass(type(value), bytearray | array) and memoryview(value).nbytes <= _SMALL_BYTES:
+        return len(value), zlib.crc32(value)
+    if issubclass(type(value), list | tuple | deque) and len(value) > _SHORT:
+        some = list(value)[:: -(-len(value) // _LOOKED_AT)]
         return len(value), [repr(one) if type(one) in (*_NUMBERS, *_TEXTS) else id(one) for one in some]
-    if issubclass(type(value), list | tuple | dict | set | bytearray):
+    if issubclass(type(value), list | tuple | dict | set | deque | bytearray | array):
         return len(value)
     return None
 
@@ -104,7 +108,7 @@ def _attributes_of(value: object) -> list[object]:
 
 
 def _items_of(value: Any) -> list[object]:
-    if type(value) not in (list, tuple, dict) or len(value) > _SHORT:
+    if type(value) not in (list, tuple, dict, deque) or len(value) > _SHORT:
         return []
     return [part for pair in value.items() for part in pair] if type(value) is dict else list(value)
 

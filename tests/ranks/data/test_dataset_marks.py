@@ -2,6 +2,9 @@
 
 import os
 import weakref
+from array import array
+from collections import deque
+from functools import partial
 
 import pytest
 import torch
@@ -147,6 +150,17 @@ def test_a_data_set_may_hold_anything():
     before = DatasetMarks(dataset)
     assert not DatasetMarks(dataset).differ_from(before)
     dataset.text = "b" * 10**6
+    assert DatasetMarks(dataset).differ_from(before)
+
+
+@pytest.mark.parametrize("length", [3, 64])
+@pytest.mark.parametrize("kind", [list, deque, bytearray, partial(array, "i")])
+def test_a_container_whose_length_stays_is_seen_to_change(kind, length):
+    dataset = Scaled()
+    dataset.known = kind(range(length))
+    before = DatasetMarks(dataset)
+    assert not DatasetMarks(dataset).differ_from(before)
+    dataset.known[1] = 99
     assert DatasetMarks(dataset).differ_from(before)
 
 

@@ -343,3 +343,29 @@ def test_variables_of_many_kinds_are_told_and_groups_that_a_script_holds_are_the
     (line,) = (line for line in capsys.readouterr().err.splitlines() if "have begun anew" in line)
     for name in ("total (a tensor", "phase (COLD, now WARM)", "flat (a tensor", "meter.values", "steps"):
         assert name in line
+
+
+def with_a_rate_by_a_counter(directory, until=10, resume=False):
+    """The loop over the groups runs at the end of an epoch for the first time."""
+    os.environ[RESUME] = str(int(resume))
+    with Run(checkpoint=directory, save_every="3 steps", keep=9) as run:
+        model = run.model(nn.Linear(3, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(X[:32], global_batch=8, micro_batch=4, workers=0)
+        best, bad = 0.0, 0
+        for _ in run.epochs(4):
+            for x in run.train(batches):
+                run.step(model(x).square().mean())
+                if run.progress.step == until:
+                    raise Lost
+            bad = bad + 1 if run.metrics["loss"] > best else 0
+            if bad >= 3:
+                for group in optimizer.param_groups:
+                    group["lr"] *= 0.5
+
+
+def test_what_decides_a_rate_is_found_before_the_loop_over_the_groups_has_run(tmp_path):
+    with pytest.raises(Lost):
+        with_a_rate_by_a_counter(str(tmp_path), until=8)
+    with pytest.raises(CheckpointError, match="bad, which what is written into group depends on, was 1 when it began"):
+        with_a_rate_by_a_counter(str(tmp_path), until=None, resume=True)

@@ -49,6 +49,7 @@ _PARTS: Final = {
     ("children",),
     ("values",),
     ("items",),
+    ("__iter__",),  # as of `for group in optimizer.param_groups`, also before the loop has run
 }
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
