@@ -209,8 +209,8 @@ def noisy(replay, micro_batch=4):
         model = run.model(nn.Linear(2, 2))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         for _ in run.epochs(1):
-            batches = enumerate(run.train(run.loader((X, Y), global_batch=16, micro_batch=micro_batch)))
-            for number, (x, y) in batches:
+            batches = run.loader((X, Y), global_batch=16, micro_batch=micro_batch)
+            for number, (x, y) in enumerate(run.train(batches)):
                 loss = F.cross_entropy(model(x), y)
                 meter.update(1.0)
                 rows.append(next(counted))
