@@ -702,7 +702,7 @@ def test_all_that_unpickles_is_here():
 def test_all_that_reads_json_is_here():
     """Who reads JSON without `lockstep.records` reads what its own process, or its child, has just written."""
     own = {
-        "tune/start_search.py", "tune/record/search_directory.py",
+        "tune/record/search_directory.py",
         "tune/results/optuna_study.py", "scale/trace_run.py", "scale/scaling_loss.py", "settings.py",
         "checkpoint/model_files.py", "checkpoint/save_thread.py", "checkpoint/next_step.py", "records.py",
         "launch/workers/fork_server.py", "launch/workers/fork_messages.py",

@@ -340,7 +340,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     ((bool, int, float, complex, type(None)), 1, repr),  # which is exact, and nan is itself
     (np.generic, 1, lambda value: value.tobytes()),
     ((Decimal, Fraction, date, time, timedelta, UUID, PurePath), 1, repr),
-    (Enum, 1, lambda value: value._name_),
+    (Enum, 1, lambda value: value.name),
     (_ITERATORS, 1, _steps_of),
     (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
     (Synchronized, 1, lambda value: repr(value.value)),
