@@ -65,7 +65,7 @@ class RunCheckpointer:
         return False
 
     def before_commit(self, flush: Callable[[], object]) -> None:
-        """See `Checkpoints.before_commit`."""
+        """The leader calls ``flush`` in the thread of each save from now on, before the checkpoint becomes visible."""
 
     def note_next_step(self, step: int, content: Mapping[str, object]) -> None:
         """Write the record of the next step beside the checkpoint of ``step``; see `Checkpoints.note_next_step`."""
@@ -254,7 +254,7 @@ class DirectoryCheckpointer(RunCheckpointer):
 
     @override
     def before_commit(self, flush: Callable[[], object]) -> None:
-        """See `Checkpoints.before_commit`."""
+        """The leader calls ``flush`` in the thread of each save from now on, before the checkpoint becomes visible."""
         self._checkpoints.before_commit(flush)
 
     @override
