@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +12,13 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lockstep.errors import SettingError
+from lockstep.records import of_kind
 from lockstep.scale.links import Curve, Link
 
 T = TypeVar("T")
 
 _FILE: Final = Path(__file__).with_name("catalogue.toml")
+_MOST: Final = 1e100  # as an entry's number; an int may be greater than any float
 #: Formats in the order in which one takes the other's place where a GPU does not have it.
 _INSTEAD: Final = {"fp8": "bf16", "bf16": "fp16", "fp16": "fp32", "tf32": "fp32"}
 
@@ -68,7 +69,7 @@ class Catalogue:
         return cls(
             {name: _made(name, partial(_gpu, name, gpus, made)) for name in gpus},
             made,
-            {name: tuple(map(_plain, entry.get("alike", ()))) for name, entry in links.items()},
+            {name: tuple(map(_plain, _made(name, partial(_other_names, links[name])))) for name in links},
         )
 
     def gpu(self, name: str) -> Gpu:
@@ -156,7 +157,7 @@ def _require_numbers(entry: Mapping[str, object], names: tuple[str, ...], least:
     """Raises ValueError unless each is a number above 0, or from ``least``."""
     for name in names:
         value = entry[name]
-        fits = isinstance(value, int | float) and (value > 0 if least is None else value >= least) and value < math.inf
+        fits = isinstance(value, int | float) and (value > 0 if least is None else value >= least) and value < _MOST
         if not fits:
             raise ValueError(f"{name}, a number {'above 0' if least is None else f'from {least:g}'}")
 
@@ -176,8 +177,13 @@ def _gpu(name: str, entries: Mapping[str, Any], links: Mapping[str, Link]) -> Gp
         within=entry["within"],
         between=entry["between"],
         source=entry["source"],
-        alike=tuple(entry.get("alike", ())),
+        alike=_other_names(entry),
     )
+
+
+def _other_names(entry: Mapping[str, object]) -> tuple[str, ...]:
+    names: tuple[str, ...] = of_kind(tuple[str, ...], entry.get("alike", []), "alike")
+    return names
 
 
 def _link(name: str, entries: Mapping[str, Any]) -> Link:

@@ -12,7 +12,7 @@ from typing import Final, Literal, Self
 
 from lockstep.launch.diagnosis.root_cause import RankExit
 from lockstep.launch.timeouts import LOST_AFTER_S, SUSPECT_AFTER_S, Silence
-from lockstep.records import JsonRecord, from_known, object_from
+from lockstep.records import JsonRecord, from_known, object_from, of_kind
 
 Phase = Literal["gather", "generation", "over"]
 
@@ -199,8 +199,8 @@ class NodeRecord:
             ValueError: if that is none, or older than this one.
         """
         report, beat = from_known(NodeReport, record.get("report")), record.get("beat")
-        at_s, written = record.get("now_s"), record.get("written")
-        if not (isinstance(beat, int) and isinstance(at_s, int | float) and isinstance(written, list)):
+        at_s, written = of_kind(float, record.get("now_s"), "now_s"), record.get("written")
+        if not (isinstance(beat, int) and isinstance(written, list)):
             raise ValueError(f"no record of a node: {record!r:.80}")
         if beat < self.heard.said:
             raise ValueError("the record of a node in the store is an old one")
