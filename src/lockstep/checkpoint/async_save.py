@@ -359,8 +359,8 @@ class Checkpoints:
             digest=_digest(encoded, names),
             protect=protect,
         )
-        messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s, time.monotonic)
-        self._thread = SaveThread(time.monotonic, save, lambda: self._writer.write(save, self._stager, messages))
+        messages = SaveMessages(self._store, str(self._saves), self._give_up, self._peer_timeout_s)
+        self._thread = SaveThread(save, lambda: self._writer.write(save, self._stager, messages))
 
     def finished_saves(self) -> tuple[Outcome, ...]:
         """The saves that ended since the last call, in order; failures are reported. Cheap enough for each step."""

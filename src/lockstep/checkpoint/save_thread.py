@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -277,11 +278,9 @@ class SaveWriter:
 class SaveMessages:
     """The messages that ranks exchange about a save, through the store."""
 
-    def __init__(
-        self, store: KeyValueStore, save: str, give_up: threading.Event, timeout_s: float, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, store: KeyValueStore, save: str, give_up: threading.Event, timeout_s: float) -> None:
         self._store, self._save, self._give_up = store, save, give_up
-        self._timeout_s, self._clock = timeout_s, clock
+        self._timeout_s = timeout_s
 
     def publish(self, key: str, value: object) -> None:
         """Send ``value``, which JSON can hold, to every rank that waits for ``key`` of this save."""
@@ -294,9 +293,9 @@ class SaveMessages:
             CheckpointError: if no value comes in time, or the run gives up.
         """
         full_key = f"{self._save} {key}"
-        deadline = self._clock() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         while not self._store.is_set(full_key):
-            if self._give_up.wait(_POLL_S) or self._clock() > deadline:
+            if self._give_up.wait(_POLL_S) or time.monotonic() > deadline:
                 limit = "before the run gave up" if self._give_up.is_set() else f"within {self._timeout_s:g} s"
                 raise CheckpointError(f"the {key} did not come {limit}")
         return json.loads(self._store.get(full_key, self._timeout_s))
@@ -305,15 +304,15 @@ class SaveMessages:
 class SaveThread:
     """A save in its thread, which is no daemon: the interpreter waits for the thread before it ends."""
 
-    def __init__(self, clock: Callable[[], float], save: SaveRequest, write: Callable[[], Outcome]) -> None:
+    def __init__(self, save: SaveRequest, write: Callable[[], Outcome]) -> None:
         self.step = save.manifest.step
         self._outcome = save.outcome("its thread ended early")
-        self._clock, self._began, self._write = clock, clock(), write
+        self._began, self._write = time.monotonic(), write
         self._thread = threading.Thread(target=self._run, name="lockstep-checkpoint", daemon=False)
         self._thread.start()
 
     def _run(self) -> None:
-        self._outcome = replace(self._write(), took_s=self._clock() - self._began)
+        self._outcome = replace(self._write(), took_s=time.monotonic() - self._began)
 
     @property
     def ended(self) -> bool:

@@ -50,6 +50,7 @@ class RankOperations:
         self._serving: Final = serving
         self._agree: Final = before
         self._warn: Final = warn
+        self._told: Final[set[str]] = set()  # where sums of numbers that are not whole were told
         self._world: Final = world
         self._metrics: Final = metrics
         self._leader_firsts = 0
@@ -120,7 +121,9 @@ class RankOperations:
 
     def _reduce(self, value: T, what: str) -> T:
         total = self._sum(value, what)
-        if self._group.size > 1 and self._group.leads and _is_fractional(total):
+        # Once told, not looked at again: to look at a sum on a GPU is to wait for it.
+        if self._group.size > 1 and self._group.leads and what not in self._told and _is_fractional(total):
+            self._told.add(what)
             self._warn(
                 f"run.{what} adds up numbers that are not whole, of which each rank has rounded its own part: the last "
                 "digits depend on the number of ranks. Where the training depends on them, give the samples' values to "
