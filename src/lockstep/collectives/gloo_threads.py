@@ -1,4 +1,4 @@
-"""The wait for gloo's threads to rest, so that no thread needs Python's lock while the interpreter ends.
+"""Gloo's threads: the interpreter ends while they rest, and no forked process destroys what they belong to.
 
     main thread     the collective is over ─► destroy ─► interpreter ends
     gloo's thread       └─► lets go of its tensors ─ ─ ─ ─ ─ ─ ─ ┴─ needs the lock, and aborts the process
@@ -8,12 +8,20 @@ release a tensor that Python knows, too, the thread needs Python's global lock. 
 interpreter ends, Python before 3.14 ends the thread in a way that C++ answers by aborting the process: "terminate
 called without an active exception", SIGABRT (https://github.com/pytorch/pytorch/issues/190489). Destroying a process
 group ends its threads only if no other object refers to the group, and models and strategies do.
+
+A forked process, such as a loader process, has the process groups without their threads. There a process group that is
+destroyed waits for its threads without end, or reads what is no more: a segmentation fault. The garbage collector would
+destroy those that are garbage in the rank at the time of the fork. So nothing that a forked process has inherited
+becomes its garbage, from the fork on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +32,29 @@ from torch.distributed.distributed_c10d import _abort_process_group
 _NAME = "pt_gloo_runloop"
 #: The threads rest within a millisecond. If a peer is gone, a thread may wait for it for minutes, which is a rest, too.
 _PATIENCE_S = 2.0
+
+_forks = threading.RLock()  # for the length of a fork; a signal's handler may fork once more
+_collected: list[bool] = []  # whether the garbage collector was on, before each of the forks under way
+
+
+def _before_fork() -> None:
+    _forks.acquire()
+    _collected.append(gc.isenabled())
+    gc.disable()  # the forked process executes some Python before its own part of this
+
+
+def _after_fork() -> None:
+    if _collected.pop():
+        gc.enable()
+    _forks.release()
+
+
+def _after_fork_in_child() -> None:
+    gc.freeze()
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
 
 
 def destroy_process_groups(*, abort: bool = False) -> None:

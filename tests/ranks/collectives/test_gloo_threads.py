@@ -1,5 +1,6 @@
-"""The end of a process that has been a rank: gloo's threads do not abort it."""
+"""Gloo's threads do not abort a rank at its end, and a forked process does not destroy what they belong to."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -7,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lockstep
+from lockstep.testing import run_ranks
 
 DEADLINE_S = 90
 
@@ -16,7 +19,6 @@ DEADLINE_S = 90
 #: thread wants none, so that they are late to let go of what they have sent.
 RANKS = """
 import os, socket, sys, torch
-import torch.distributed as dist
 from pathlib import Path
 from lockstep.collectives import open_group
 from lockstep.world import World
@@ -87,3 +89,35 @@ def test_no_rank_aborts_at_its_end(launcher, part, tmp_path):
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "terminate called" not in done.stderr, done.stderr
+
+
+class Collecting:
+    """A data set whose processes look for garbage at each sample."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        gc.collect()
+        return torch.tensor([float(index)])
+
+
+def train_with_groups_in_garbage():
+    """Two runs in one process, as in a notebook: the second one's copies inherit the groups of the first as garbage."""
+    gc.disable()
+    for _ in range(2):
+        with lockstep.Run(seed=0, strategy="fsdp") as run:
+            model = run.model(torch.nn.Linear(1, 1))
+            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in run.epochs(1):
+                for x in run.train(run.loader(Collecting(), global_batch=4, micro_batch=2, workers=1)):
+                    run.step(model(x).square().mean())
+    child = os.fork()
+    if not child:
+        gc.collect()
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def test_process_groups_that_are_garbage_are_not_destroyed_by_forked_processes():
+    assert run_ranks(train_with_groups_in_garbage, 2) == [0, 0]

@@ -340,7 +340,6 @@ def serve_copied(
     """Be the fork server, as a copy of a process that is used for something else as well, such as a notebook."""
     launchers_end.close()
     _open_own_streams()
-    gc.collect()  # what is garbage there would never be freed here
     # What that process registered for its own end, such as saving a history, is not for its copies to do.
     forget_exit_handlers()
     os.setsid()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import select
 import socket
@@ -318,6 +319,7 @@ def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, st
     """
     if method == "copy" or isinstance(program, Function):
         check_can_be_copied()
+        gc.collect()  # a copy never frees the garbage that it inherits
         ours, theirs = socket.socketpair()
         copied = _Copy(target=serve_copied, args=(theirs, ours, program, dict(env)), name="lockstep fork server")
         with warnings.catch_warnings():
