@@ -43,8 +43,9 @@ from lockstep.run.loop.parameter_sets import Optimizers
 from lockstep.run.loop.rank_operations import RankOperations
 from lockstep.run.loop.train_step import Count, Loss, LossKind, TrainStep
 from lockstep.run.loop.training_loop import TrainingLoop
+from lockstep.run.metrics.common_numbers import common_numbers
 from lockstep.run.metrics.early_stopping import EarlyStopping
-from lockstep.run.metrics.run_log import RunLog, TrialReports, common_numbers, record_start
+from lockstep.run.metrics.run_log import RunLog, TrialReports, record_start
 from lockstep.run.proofs.resume_proof import ResumeProof
 from lockstep.run.proofs.transcript_writer import TranscriptWriter
 from lockstep.run.recovery.resume_point import PointMarks, ResumePoint

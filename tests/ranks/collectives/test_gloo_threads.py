@@ -19,6 +19,7 @@ DEADLINE_S = 90
 #: thread wants none, so that they are late to let go of what they have sent.
 RANKS = """
 import os, socket, sys, torch
+import torch.distributed as dist
 from pathlib import Path
 from lockstep.collectives import open_group
 from lockstep.world import World

@@ -417,22 +417,38 @@ def test_metrics_counts_and_items_are_those_without_replays():
     assert metrics[0] == metrics[1]
 
 
+class Meter:
+    """Adds up by itself, as meters of scripts do, in values of several kinds."""
+
+    def __init__(self):
+        self.sum, self.history, self.by_class, self.table = 0.0, [], {}, np.zeros(2)
+
+    def update(self, value):
+        self.sum += value
+        self.history.append(value)
+        self.by_class[len(self.history) % 3] = self.by_class.get(len(self.history) % 3, 0) + 1
+        self.table[len(self.history) % 2] += value
+
+
 def summed(replay, micro_batch):
-    """What a script adds up by itself, as numbers and tensors of one number; the bits of the model; what was said."""
+    """What a script adds up by itself, in numbers, tensors and objects; the bits of the model; what was said."""
     with Run(seed=3, replay=replay, check_every=1) as run:
         said = []
         run._context.reporter.say = said.append
         model = run.model(nn.Linear(2, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        total, seen, on_device = 0.0, 0, torch.zeros(())
+        total, seen, on_device, meter, meters = 0.0, 0, torch.zeros(()), Meter(), {"of": [Meter()]}
         for _ in run.epochs(2):
             for x in run.train(run.loader(X, global_batch=8, micro_batch=micro_batch)):
                 loss = model(x).square().mean()
+                meter.update(loss.item())
+                meters["of"][0].update(len(x))
                 total += loss.item()
                 seen += len(x)
                 on_device += loss.detach()
                 run.step(loss)
-        return total, seen, on_device.item(), state_hash(model), [text for text in said if "adds up" in text]
+        kept = [{**vars(one), "table": one.table.tolist()} for one in (meter, meters["of"][0])]
+        return total, seen, on_device.item(), state_hash(model), [text for text in said if "adds up" in text], kept
 
 
 @pytest.mark.parametrize("micro_batch", [2, 8])
@@ -443,7 +459,7 @@ def test_on_one_rank_what_a_script_adds_up_is_that_of_a_plain_loop(micro_batch):
 
 def test_on_several_ranks_what_each_adds_up_is_said():
     (ranks,) = on_world(2, [(summed, True, 2)])
-    for _, seen, _, _, (said,) in ranks:
+    for _, seen, _, _, (said,), _ in ranks:
         assert seen == 24
         assert said.startswith("the loop's body adds up total, seen, on_device: each rank over its own micro-batches")
 

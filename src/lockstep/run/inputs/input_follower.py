@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import functools
 import inspect
+import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.inputs.body_changes import BodyChanges, asks_step, is_of_items, reached_values
-from lockstep.run.inputs.input_places import LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
+from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.source.reachable import BUILTIN_METHODS, mark_of
 from lockstep.run.source.script_callees import (
     callees_of,
@@ -52,6 +53,7 @@ from lockstep.run.source.source_reads import (
     Path,
     Read,
     Text,
+    flat,
     is_key,
     reads_of,
 )
@@ -63,6 +65,7 @@ _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
 #: Of what each rank gives.
 _OF_EACH_RANK: Final = {"sum", "mean", "gather"}
+_MEETS: Final = re.compile("reduce|gather|broadcast")  # in the name of a function of torch or of another library
 _SAMPLE: Final = "a sample"
 _LATER_SAMPLE: Final = "a sample of a later pass"
 UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
@@ -115,6 +118,8 @@ class InputFollower:
         self._running: Final[list[_Key]] = []
         self.giving_nothing: Final[set[_Key]] = set()
         self._lines_followed: Final[set[CodeType]] = set()
+        #: Functions around the loop, by what they return: a logged value may be computed from their variables.
+        self.running: Final[dict[CodeType, Context]] = {}
 
     # ---- what it is computed from ------------------------------------------------------------------------------
 
@@ -138,7 +143,7 @@ class InputFollower:
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
-                if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
+                if given.kind in FOLLOWED and any(self._goes_over_pass(context, each) for each in read.items):
                     counts = (
                         "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
                     )
@@ -186,6 +191,8 @@ class InputFollower:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
         if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
             made = context.reads.set_from.get(path.root, ())
+            if given.kind == "log" and _is_of_all_ranks(context, path, made):
+                return []
             attribute = path.attributes[0] if path.attributes else ""
             followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
             root = context.value_of(Path(path.root))
@@ -474,7 +481,7 @@ class InputFollower:
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
-        if given.kind in NOTED and not is_known:
+        if given.kind in FOLLOWED and not is_known:
             self.found.note(place, given.what)
             if given.what == _SAMPLE:
                 self._of_samples[place.slot] = place
@@ -514,6 +521,8 @@ class InputFollower:
             if inner is None:
                 return False
             reads = tuple(inner.reads.returned)
+            if inner.code in self.running and given.kind == "log":
+                self.take(self.running[inner.code], given._replace(reads=reads))
             if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
                 # The value is the object, with all that this sets.
                 own = inner.reads.parameters.args[0].arg
@@ -522,6 +531,21 @@ class InputFollower:
                 reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
             self.take(inner, given._replace(reads=reads), outward)
         return True
+
+
+def _is_of_all_ranks(context: Context, path: Path, made: Iterable[Read]) -> bool:
+    """Whether a variable holds what ranks have brought together: `n = run.sum(n)`, `dist.all_reduce(n)`."""
+    waiting = list(flat(made))
+    while waiting:
+        read = waiting.pop()
+        if isinstance(read, Call):
+            name = read.function[0] if len(read.function) == 1 else None
+            is_met = isinstance(name, Path) and bool(name.attributes) and name.attributes[-1] in _OF_EACH_RANK
+            if is_met and isinstance(name, Path) and is_run(context.value_of(name.owner)):
+                return True
+            waiting += flat((*read.function, *read.every))
+    given = (use.read for use in context.reads.uses if use.read is not None and _MEETS.search(use.read.method))
+    return any(isinstance(each, Path) and each.root == path.root for call in given for each in call.every)
 
 
 def _is_registered(module: object, name: str) -> bool:

@@ -10,11 +10,12 @@ hold, what was the same on all of them when it was seen first, and what no body 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 from lockstep.run.inputs.input_places import TrainingInputs
-from lockstep.run.inputs.training_inputs import training_inputs
+from lockstep.run.inputs.training_inputs import part_logged, training_inputs
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import CACHES, Mark, script_frames, size_of
 from lockstep.run.source.script_places import Held, changed_since
@@ -44,11 +45,14 @@ class SharedInputs:
     Args:
         state: what the run holds.
         several: whether there are several ranks; else nothing is looked at to be compared.
+        say: prints a line for the user.
     """
 
-    def __init__(self, state: State, *, several: bool) -> None:
+    def __init__(self, state: State, *, several: bool, say: Callable[[str], None]) -> None:
         self._state: Final = state
         self._several: Final = several
+        self._say: Final = say
+        self._said: Final[set[str]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -79,9 +83,21 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
+            self.say_part_logged(sys._getframe())
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
+
+    def say_part_logged(self, frame: FrameType) -> None:
+        """Say once what the script logs after the loop that it is in from ``frame`` outward, and is of this rank."""
+        part = part_logged(frame, self._state)
+        if part and part not in self._said:
+            self._said.add(part)
+            self._say(
+                f"{part}: a rank has fewer micro-batches where there are more ranks. Log run.sum(...) of it, or give "
+                "run.measure(...) the values in the loop; what is one rank's own on purpose is logged under "
+                "`if run.leads:`"
+            )
 
     def held(self) -> Held:
         """What is there now, in a body."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from types import FrameType
-from typing import Final
+from typing import Final, Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,6 +27,7 @@ from lockstep.errors import UsageError
 from lockstep.run.inputs.body_changes import in_place
 from lockstep.run.inputs.input_follower import UNNAMED, InputFollower
 from lockstep.run.inputs.input_places import LENGTH, NOTED, Given, RankUse, TrainingInputs
+from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
 from lockstep.run.source.script_functions import Context, is_of, is_run, running_functions
@@ -53,6 +54,7 @@ _PARTS: Final = {
 }
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
+_ASKS_RANK: Final = {("leads",), ("rank",)}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 
 
@@ -108,20 +110,38 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
         frame: from which on outward the script's functions are running.
         state: of the run.
     """
-    follower = InputFollower(state, steps={"measure"})
+    return _carried_into("step", frame, InputFollower(state, steps={"measure"}))
+
+
+def part_logged(frame: FrameType | None, state: State) -> str:
+    """The same of what the script logs after the loop that it is in.
+
+    for x in run.train(batches):
+        seen += len(x)                                  this rank's samples: half of them on two ranks
+        run.step(loss(x))
+    run.log(seen=seen)
+    """
+    return _carried_into("log", frame, InputFollower(state, steps={"log"}))
+
+
+def _carried_into(kind: Literal["step", "log"], frame: FrameType | None, follower: InputFollower) -> str:
     try:
-        for context in running_functions(frame, LineCalls()):
+        contexts = list(running_functions(frame, LineCalls()))
+        of_loop = next((number for number, context in enumerate(contexts) if not context.is_between), len(contexts))
+        inner = contexts[: of_loop + 1]
+        for context in inner:
             context.in_body = True
+        follower.running.update((context.code, context) for context in inner)
+        for context in contexts if kind == "log" else inner:
             follower.enter(context)
             for given in given_by(follower, context):
-                if given.kind == "step":
+                if given.kind == kind:
                     follower.take(context, given)
+        for context in inner:
             follower.find_carried(context)
-            if not context.is_between:
-                break
         follower.follow_changes()
         follower.find_carried_within(always=True)
-    except Exception:  # noqa: BLE001 - what only looks on ends no evaluation
+    except Exception:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
         return ""
     return follower.found.carried
 
@@ -169,7 +189,7 @@ def given_by(follower: InputFollower, context: Context) -> list[Given]:
     """What a function gives to the run, itself or by the functions that it calls.
 
     To `Run.step` ("step"), by a change of what is trained ("write"), when objects are made known to the run
-    ("registered", "loader"), or to something that seeds.
+    ("registered", "loader"), as the value of a metric after the loop ("log"), or to something that seeds.
     """
     found: list[Given] = []
     file = PurePath(context.code.co_filename).name
@@ -198,7 +218,12 @@ def _given_in(
     owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     if is_run(owner):
-        if method in follower.steps:
+        if method == "log" and method in follower.steps:
+            if not (context.covers(call.line) or _is_leaders(context, conditions)):
+                for name, part in call.keywords:
+                    if not is_of_rank(name):
+                        yield Given("log", f"{what[:-4]}{name}=...)" if name else what, where, part)
+        elif method in follower.steps:
             hooks = Lines(call.line, call.line)
             yield Given("step", what, where, (*call.every, *conditions, hooks))
         elif method in _REGISTERS:
@@ -247,6 +272,12 @@ def _given_in(
                 needed = []
                 follower.take(inner, end, needed)
                 yield end._replace(reads=(*needed, *conditions))
+
+
+def _is_leaders(context: Context, conditions: Iterable[Read]) -> bool:
+    """Whether something is done under a condition that asks which rank this is."""
+    paths = (read for read in conditions if isinstance(read, Path) and read.attributes[-1:] in _ASKS_RANK)
+    return any(is_run(context.value_of(path.owner)) for path in paths)
 
 
 def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> bool:

@@ -23,7 +23,7 @@ from lockstep.run.loop.step_data import StepData
 from lockstep.run.loop.train_step import Count, CurrentMicroBatch, Loss, LossKind, TrainStep
 from lockstep.run.proofs.replay import SAMPLES, ReplayError
 from lockstep.run.proofs.replay_series import ReplaySeries
-from lockstep.run.proofs.script_snapshot import ScriptSums
+from lockstep.run.proofs.script_snapshot import ReplayEffects
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import changed, look, script_roots
@@ -53,7 +53,7 @@ class TrainingLoop:
         self._metrics: Final = context.metrics
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
-        self._script_sums: Final = ScriptSums(context.reporter if context.group.size > 1 else None)
+        self._replay_effects: Final = ReplayEffects(context.reporter if context.group.size > 1 else None)
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._series: Final = ReplaySeries(context, train_step, self._handing_out)
@@ -407,11 +407,12 @@ class TrainingLoop:
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))
         context.marker.set_phase("forward")
         if position.is_replay:
-            self._script_sums.begin_replay()
+            state = self._state
+            self._replay_effects.begin_replay([*state.models, *state.optimizers, *state.sample_sources])
             self._state.beside.begin_replay()
         else:
             self._state.beside.end_replays()
-            self._script_sums.end_replays()
+            self._replay_effects.end_replays()
         with context.precision.forward():
             yield current
         self._metrics.require_ended("evaluate")
@@ -454,7 +455,7 @@ class TrainingLoop:
             if current is not None and not current.complete:
                 self._context.emergency.discard()
             self._carried.forget_step()
-            self._script_sums.forget()
+            self._replay_effects.forget()
             self._state.beside.forget()
             self._end_of_step.point.note()
             self._end_of_step.note_modules()

@@ -6,7 +6,6 @@ Also the run's record of its start in ``run.json``: settings, including the scri
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import sys
 import time
@@ -32,6 +31,7 @@ from lockstep.report import (
     open_trackers,
     record_row,
 )
+from lockstep.run.metrics.common_numbers import common_numbers
 from lockstep.run.setup.run_context import RunContext
 from lockstep.trial_contract import current_trial
 
@@ -43,13 +43,6 @@ Ending = Literal["ended", "stopped", "failed"]
 #: stops a run waits for about as long in all.
 _TRACKERS_S: Final[Mapping[Ending, float]] = {"ended": 60.0, "stopped": 15.0, "failed": 2.0}
 _MOST_GIVEN: Final = 1000  # values that wait to be compared
-#: Names of values that each rank measures of itself, such as time and memory.
-_OF_RANK: Final = re.compile(
-    r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|eta|speed|throughput|fps|its?|tps|"
-    r"[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|local|date|timestamp)(_|$)|"
-    r"^((my|local|global|node)_)?rank$|^((max|peak|used|free)_)*mem(ory)?(_(used|free|allocated|reserved|peak|max))*$",
-    re.IGNORECASE,
-)
 
 
 class RunLog:
@@ -219,16 +212,6 @@ def _number(loss: object) -> float:
     if isinstance(loss, int | float) and not isinstance(loss, bool):
         return float(loss)
     raise UsageError(f"run.report({loss!r}): give one number, such as run.metrics['loss']")
-
-
-def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:
-    """The numbers among the script's logged ``values`` that must be equal on all ranks, by name."""
-    found: dict[str, int | float] = {}
-    for name, value in values.items():
-        number = value.item() if isinstance(value, torch.Tensor | np.generic) and not value.ndim else value
-        if isinstance(number, int | float) and not _OF_RANK.search(name):
-            found[name] = number
-    return found
 
 
 def _learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, object]:

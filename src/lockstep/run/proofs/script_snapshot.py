@@ -12,11 +12,13 @@ Files, iterators, and state of packages outside of Python are not restored.
 from __future__ import annotations
 
 import dis
+import itertools
+import math
 import random
 import sys
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any, Final
@@ -35,10 +37,14 @@ from lockstep.run.source.reachable import (
     set_variables,
     variables_of,
 )
+from lockstep.run.source.script_functions import stands_between
 from lockstep.run.source.script_places import attributes_of
 
 _DEPTH: Final = 8
 _MOST: Final = 20_000  # objects
+#: Of snapshots that are taken twice in each pass, which should take 10 ms at most.
+_MOST_OFTEN: Final = 2_000
+_LARGEST_OFTEN: Final = 1 << 16
 _ABSENT: Final = object()
 
 _Undo = Callable[[], object]
@@ -51,9 +57,14 @@ class ScriptSnapshot:
     Args:
         frame: from which outward.
         skip: the `id` of each object that is left out, with its contents.
+        most: number of objects that are looked at, the nearest ones first.
+        largest: number of elements of the largest tensors and arrays that are restored.
     """
 
-    def __init__(self, frame: FrameType | None, skip: Collection[int]) -> None:
+    def __init__(
+        self, frame: FrameType | None, skip: Iterable[int], *, most: int = _MOST, largest: int = SMALL
+    ) -> None:
+        self._largest: Final = largest
         self._undo: Final[list[_Undo]] = []
         self._seen: Final[dict[int, object]] = dict.fromkeys(skip)  # kept alive, so that no `id` is used again
         for script in script_frames(frame):
@@ -62,7 +73,7 @@ class ScriptSnapshot:
             else:
                 self._undo.append(partial(set_variables, script, variables_of(script)))
         waiting = deque((value, _DEPTH) for value in script_roots(frame).values())
-        while waiting and len(self._seen) < _MOST:
+        while waiting and len(self._seen) < most:
             value, left = waiting.popleft()
             if id(value) not in self._seen:
                 self._note_all(value)
@@ -80,6 +91,8 @@ class ScriptSnapshot:
 
     def _note_all(self, value: object) -> None:
         kind = type(value)
+        if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) > self._largest:
+            return
         self._note(value, next((undo_of for kinds, undo_of in _KINDS if issubclass(kind, kinds)), _undo_slots))
         if isinstance(value, FunctionType):
             self._note(value.__globals__, _undo_dict)
@@ -136,7 +149,7 @@ def _undo_view(value: memoryview) -> Iterator[_Undo]:
 
 
 def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
-    if not is_plain(value) or value.is_inference() or value.numel() > SMALL:
+    if not is_plain(value) or value.is_inference():
         return
     before, mark = value.detach().clone(), mark_of(value)
 
@@ -149,7 +162,7 @@ def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
 
 
 def _undo_array(value: np.ndarray[Any, Any]) -> Iterator[_Undo]:
-    if value.size <= SMALL and value.flags.writeable:
+    if value.flags.writeable:
         before = value.copy()
         yield lambda: np.copyto(value, before)
 
@@ -201,14 +214,15 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Any], Iterator[_Undo]]], ...]] = (
 )
 
 
-class ScriptSums:
-    """Sums and lists in the script's variables, from which the effects of replays are removed.
+class ReplayEffects:
+    """What replays change in the script's objects, to be removed: on one rank, sums are then those of a plain loop.
 
-        before a replay     running 2.1     a list of 3
-        after it            running 2.8     a list of 4     put back: on one rank they are those of a plain loop
+        before a replay     running 2.1     a list of 3     meter.count 12
+        after it            running 2.8     a list of 4     meter.count 16
 
-    All variables of the script's running functions are bound to their earlier objects again. On several ranks each rank
-    adds up over its own micro-batches, which the user is told: no other rank and no checkpoint has these sums.
+    Objects of a function or a class that stands between the loop and its items, such as a buffer of items, are left
+    alone: items have come and gone meanwhile. On several ranks each rank adds up over its own micro-batches, which the
+    user is told: no other rank and no checkpoint has these sums.
 
     Args:
         reporter: tells the user once that each rank adds up over its own micro-batches; None on one rank.
@@ -216,39 +230,33 @@ class ScriptSums:
 
     def __init__(self, reporter: ProgressReporter | None) -> None:
         self._reporter = reporter
-        self._before: list[tuple[FrameType, dict[str, Any]]] = []
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # of one number, in which the body adds; and a copy
-        self._lists: list[tuple[list[Any], int]] = []
+        self._before: ScriptSnapshot | None = None
+        self._sums: list[tuple[FrameType, str, object]] = []  # numbers, and copies of tensors of one number
 
-    def begin_replay(self) -> None:
-        """Note the variables of the script's running functions, before a replay is handed out."""
-        if self._before:
+    def begin_replay(self, skip: Iterable[object]) -> None:
+        """Note what the script holds before a replay is handed out, but for the contents of ``skip``."""
+        if self._before is not None:
             return
-        for frame in script_frames(sys._getframe()):
-            variables, names = variables_of(frame), _augmented(frame.f_code)
-            self._before.append((frame, variables))
-            # Lists in variables only: of an object with a list, either all attributes or none must be restored.
-            self._lists += [(value, len(value)) for value in variables.values() if type(value) is list]
-            tensors = [value for name, value in variables.items() if name in names and _is_sum(value)]
-            self._sums += [(value, value.clone()) for value in tensors]
+        frames = script_frames(sys._getframe())
+        between = itertools.takewhile(stands_between, frames)
+        left_alone = [*skip, *(value for frame in between for value in variables_of(frame).values())]
+        self._before = ScriptSnapshot(sys._getframe(), map(id, left_alone), most=_MOST_OFTEN, largest=_LARGEST_OFTEN)
+        if self._reporter is not None:
+            self._sums = [
+                (frame, name, value.clone() if isinstance(value, torch.Tensor) else value)
+                for frame in frames
+                for name, value in variables_of(frame).items()
+                if name in _augmented(frame.f_code) and _is_sum(value)
+            ]
 
     def end_replays(self) -> None:
-        """Restore variables, sums and lists that replays have changed, before another micro-batch is handed out."""
-        names = []
-        sums = {id(value): value for value, was in self._sums if not torch.equal(value, was)}
-        for frame, before in self._before:
-            now = variables_of(frame)
-            changed = {name: value for name, value in before.items() if name in now and now[name] is not value}
-            added = _augmented(frame.f_code)
-            names += [name for name, value in changed.items() if name in added and isinstance(value, _NUMBERS)]
-            names += [name for name, value in before.items() if id(value) in sums]
-            if changed:
-                set_variables(frame, changed)
-        for value, was in self._sums:
-            value.copy_(was)
-        for each, length in self._lists:
-            del each[length:]
-        self.forget()
+        """Remove what replays have changed, before another micro-batch is handed out."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        names = [name for frame, name, was in self._sums if variables_of(frame).get(name) != was]
+        before.restore()
+        self._sums = []
         if names and self._reporter is not None:
             self._reporter.say(
                 f"the loop's body adds up {', '.join(names[:4])}: each rank over its own micro-batches alone, and in "
@@ -258,11 +266,12 @@ class ScriptSums:
 
     def forget(self) -> None:
         """Leave the loop, perhaps in a replay: changes by its body stay."""
-        self._before, self._sums, self._lists = [], [], []
+        self._before, self._sums = None, []
 
 
 def _is_sum(value: object) -> bool:
-    return type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad
+    is_tensor = type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad
+    return is_tensor or isinstance(value, _NUMBERS)
 
 
 @cache

@@ -201,7 +201,7 @@ def set_up(resolved: ResolvedSettings, env: MutableMapping[str, str]) -> RunCont
         emergency=open_emergency(settings, env, group, world, strategy, metrics, reporter.say)
         if has_emergency
         else Emergency(),
-        inputs=SharedInputs(state, several=group.size > 1),
+        inputs=SharedInputs(state, several=group.size > 1, say=reporter.say),
         carried=CarriedState(group, plan.micro_batches_of, has_server_ranks=share.replicas != group.size),
         profiler=None
         if settings.profile is None

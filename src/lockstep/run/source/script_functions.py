@@ -37,6 +37,13 @@ class Argument(NamedTuple):
         return self.text or next((read.text for read in self.reads if isinstance(read, Path)), "")
 
 
+def stands_between(frame: FrameType) -> bool:
+    """Whether a function that runs stands between a loop and its items: a generator, or a method that takes one."""
+    reads = reads_of(frame.f_code)
+    is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
+    return is_generator or reads is None or not reads.loop_at(frame.f_lineno).first
+
+
 @dataclass
 class Context:
     """A function whose values are asked for."""
@@ -62,9 +69,8 @@ class Context:
 
     @property
     def is_between(self) -> bool:
-        """Whether a function that runs stands between a loop and its items: a generator, or a method that takes one."""
-        line = 0 if self.frame is None else self.frame.f_lineno
-        return bool(self.code.co_flags & inspect.CO_GENERATOR) or not self.reads.loop_at(line).first
+        """Whether a function that runs `stands_between` a loop and its items."""
+        return self.frame is None or stands_between(self.frame)
 
     @property
     def is_function(self) -> bool:
