@@ -1,4 +1,4 @@
-"""What a training is computed from: which of the script's values decide a loss or an update, by its source.
+"""The inputs of a training: which variables of the script decide a loss or an update, found in the source.
 
     given            what the script gives to the run: losses, changes of what is trained
     input_follower   ... is followed back, through functions and methods, to where a value comes from:

@@ -1,4 +1,4 @@
-"""What the bodies of a loop change of a script's variables and attributes, by what the source says.
+"""The variables and attributes of a script that the bodies of a loop change, found in the source.
 
     self.h = self.embed(x)                     made anew in each body: tells of the last one only
     self.mean = self.mean.lerp(length, 0.1)    made from itself: state, of which each rank has another one
@@ -43,7 +43,7 @@ _LOOKS: Final = {"get_state", "getstate", "initial_seed"}
 
 
 class _Seen(NamedTuple):
-    """One line by which a body changes a place."""
+    """A line of the source by which a body changes a place."""
 
     line: int
     from_itself: bool
@@ -53,7 +53,7 @@ class _Seen(NamedTuple):
 
 
 class _Computed(NamedTuple):
-    """What a change is computed from."""
+    """The reads that the new value of a place is computed from."""
 
     context: Context  #: the function that makes it
     reads: tuple[Read, ...]
@@ -61,7 +61,7 @@ class _Computed(NamedTuple):
 
 
 class BodyChanges:
-    """Collects them from the functions that a body runs."""
+    """Collects the changes made by the functions that a body runs."""
 
     def __init__(self) -> None:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
@@ -73,7 +73,7 @@ class BodyChanges:
         self._at_steps: Final[dict[tuple[int, str], int]] = {}  # the lines that do so within a pass
 
     def enter(self, context: Context) -> None:
-        """Note what a function changes; most of it, if a body runs it."""
+        """Note the changes that a function makes; most of them count only if a body runs the function."""
         key = id(context.code), *(id(one.value) for one in context.arguments.values())
         if key in self._functions:
             return
@@ -140,40 +140,40 @@ class BodyChanges:
             self._seen.setdefault(place.slot, []).append(seen)
 
     def reads_at(self, place: Place) -> list[_Computed]:
-        """What the changes of a place are computed from, whenever they are made."""
+        """The reads that the changes of a place are computed from, whenever the changes are made."""
         owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
         return [one for owner in owners for one in self._reads.get(owner.slot, [])]
 
     def makes_anew(self, place: Place) -> bool:
-        """Whether bodies set a place without regard to what was there, so that it tells of the last one only."""
+        """Whether bodies set a place without regard to its earlier value: the place tells of the last body only."""
         return any(one.anew for one in self._seen.get(place.slot, ()))
 
     def makes_when_needed(self, place: Place) -> bool:
-        """Whether bodies set a place only where what is there does not do."""
+        """Whether bodies set a place only where the value there is missing or has another shape."""
         seen = self._seen.get(place.slot, ())
         return bool(seen) and all(one.when_needed for one in seen)
 
     def made_with(self, place: Place) -> list[Place]:
-        """The other places that are set where bodies set one only when what is there does not do."""
+        """The places that bodies set together with ``place``, where `makes_when_needed` is true of ``place``."""
         return self._beside.get(place.slot, [])
 
     def is_bodys(self, place: Place) -> bool:
-        """Whether bodies change a place from what it was, and nothing else does as far as is known."""
+        """Whether bodies compute a place from its earlier value, and no other known line changes the place."""
         seen = self._seen.get(place.slot, ())
         return bool(seen) and place.slot not in self._elsewhere and all(one.from_itself for one in seen)
 
     def line_at_step(self, place: Place) -> int:
-        """The line by which a place, or an item there, is changed within a pass where a step is done; 0 for none."""
+        """The line that changes a place, or an item there, at the end of a step within a pass; 0 for none."""
         value = place.value(None)
         items = id(value) if is_of(value, *_CONTAINERS, torch.Tensor, np.ndarray) else 0
         return self._at_steps.get(place.slot) or next((at for (of, _), at in self._at_steps.items() if of == items), 0)
 
     def line_of(self, place: Place, *, always: bool) -> int:
-        """The line by which bodies change a place from what it was; 0 for none.
+        """The line by which bodies compute a place from its earlier value; 0 for none.
 
         Args:
             place: of the script.
-            always: whether also a line counts that all bodies run, which shows when two are compared.
+            always: whether a line counts that all bodies run. The comparison of two bodies shows such a line anyway.
         """
         seen = self._seen.get(place.slot, ())
         if any(not (one.from_itself or one.when_needed) for one in seen):
@@ -182,31 +182,31 @@ class BodyChanges:
 
 
 def _within_pass(context: Context, line: int) -> bool:
-    """Whether a line may run within a pass; of a function that a loop does not run, that is not known."""
+    """Whether a line may run within a pass. True for a function that is not running: the caller is not known."""
     return context.frame is None or context.covers(line)
 
 
 def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:
-    """The objects that these are computed from, as far as they are known; not those of which only the type matters."""
+    """The known objects that ``reads`` are computed from, without objects of which only the type matters."""
     for path, is_called in _reached(context, reads):
         if path.attributes[-1:] not in _OF_TYPES:
             yield context.value_of(path.owner if is_called and path.attributes else path)
 
 
 def asks_step(context: Context, reads: Iterable[Read]) -> bool:
-    """Whether the value of `Run.step` is among what these are computed from."""
+    """Whether ``reads`` are computed from the value of `Run.step`, among others."""
     return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
 
 
 def is_of_items(context: Context, reads: Iterable[Read]) -> bool:
-    """Whether these are computed from the items of this turn of a loop only, by variables that are set anew in each."""
+    """Whether ``reads`` are computed from the items of this turn only, by variables that each turn sets anew."""
     changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
     reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh)}
     return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
 
 
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
-    """Whether these are computed from what is at ``path``, or from a part of that."""
+    """Whether ``reads`` are computed from the value at ``path``, or from a part of that value."""
     length = len(path.attributes)
     return any(
         each.root == path.root and each.attributes[:length] == path.attributes for each, _ in _reached(context, reads)
@@ -214,7 +214,7 @@ def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
 
 
 def _changed_with(context: Context, change: Change) -> list[Place]:
-    """The places that are changed under the same conditions as another one in the same function."""
+    """The other places that the same function changes under the conditions of ``change``."""
     conditions = set(change.conditions)
     others = [each for each in context.reads.changes if each.path != change.path]
     places = (context.place_of(each.path) for each in others if conditions <= set(each.conditions))
@@ -222,7 +222,7 @@ def _changed_with(context: Context, change: Change) -> list[Place]:
 
 
 def _is_made_of(context: Context, reads: Iterable[Read], path: Path, conditions: Collection[Read]) -> bool:
-    """Whether these are computed from the value at ``path`` itself, or by a method of it, but for ``conditions``."""
+    """Whether ``reads`` but for ``conditions`` are computed from the value at ``path``, or by its methods."""
     reached = _reached(context, (read for read in reads if read not in conditions), without=conditions)
     return any(each == path for each, is_called in reached if not is_called)
 
@@ -234,10 +234,10 @@ def _reached(
     *,
     without: Iterable[Read] = (),
 ) -> Iterator[tuple[Path, bool]]:
-    """The paths that these are computed from within the function, each with whether that is a function's.
+    """The paths in the function that ``reads`` are computed from, each with whether a function there is called.
 
-    Variables are followed to what they are set from: those of ``through``, or all of them; and nothing is followed of
-    what is ``without``, such as the tests under which these variables are set.
+    Variables are followed to the reads that they are set from: the variables of ``through``, or all of them. Reads of
+    ``without`` are not followed, such as the tests under which these variables are set.
     """
     seen: set[Read] = set(without)
     waiting = list(reads)
@@ -265,7 +265,7 @@ def _reached(
 
 
 def _drawn(context: Context, use: Use) -> Iterator[tuple[Path, bool]]:
-    """The generators and iterators that a call draws from, each with whether that goes on from where they were."""
+    """The objects that a call draws from or fills, each with whether the object goes on from its earlier state."""
     assert use.read is not None
     path = use.read.function[0] if len(use.read.function) == 1 else None
     if not isinstance(path, Path):
@@ -301,7 +301,7 @@ def in_place(method: str) -> bool:
 
 
 def _is_iterator(value: object) -> bool:
-    """Whether this is an iterator, but for those of the script's own classes, which are read."""
+    """Whether ``value`` is an iterator of another class than the script's own, whose source is read."""
     following = getattr(type(value), "__next__", None)
     is_read = isinstance(following, FunctionType) and is_script(following.__code__.co_filename)
     return following is not None and not (is_read or is_ours(value))

@@ -1,4 +1,4 @@
-"""From what is given to a run back to the places of the script that this is computed from."""
+"""The way from a value that a script gives to the run back to the variables that the value is computed from."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ _STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessin
 
 
 class InputFollower:
-    """Goes from what is given to the run back to the places it is computed from.
+    """Follows values that are given to the run back to the places of the script that they are computed from.
 
     Args:
         state: of the run.
-        steps: the methods of `Run` that are given it.
+        steps: the methods of `Run` whose arguments are followed.
     """
 
     def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
@@ -125,11 +125,11 @@ class InputFollower:
 
     @property
     def entered_last(self) -> _Key:
-        """The function that is entered now."""
+        """The key of the innermost function that is entered."""
         return self._running[-1]
 
     def take(self, context: Context, given: Given, outward: list[Read] | None = None) -> None:
-        """Note what ``given`` is computed from; what the caller knows is added to ``outward``."""
+        """Note the places that ``given`` is computed from; add reads of the function's parameters to ``outward``."""
         seen: set[Read] = set()
         waiting = list(given.reads)
         while waiting and self._left:
@@ -157,9 +157,9 @@ class InputFollower:
                 waiting += self._of_call(context, read, given, outward)
 
     def take_samples(self, context: Context) -> None:
-        """Note what samples are computed from, which data sets and functions make that loaders were given.
+        """Note the places that samples are computed from, in data sets and in functions that loaders were given.
 
-        The same of learning rates, and of what modes of torch compute that the script has.
+        Also the places that learning rates are computed from, and modes of torch that the script is in.
         """
         given, nothing = Given("step", _SAMPLE, ""), UNNAMED
         for source in self._sources:
@@ -176,7 +176,7 @@ class InputFollower:
                         self._take_returned(context, nothing, callee, under, [])
 
     def note_attributes(self, models: Iterable[nn.Module]) -> None:
-        """Note what the script has written into attributes of parameters, such as an importance of each."""
+        """Note values that the script has written into attributes of parameters, such as an importance of each."""
         for model in models:
             for name, parameter in model.named_parameters():
                 for attribute in vars(parameter):
@@ -185,7 +185,7 @@ class InputFollower:
                         self.found.note(Place(parameter, "", (attribute,), text), "run.step(...)")
 
     def _of_path(self, context: Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
-        """Note the place of a path; returns what else is to be followed in the same function."""
+        """Note the place of a path; returns the reads of the same function that remain to be followed."""
         followed: list[Read] = []
         if path == WORLD_SIZE:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
@@ -216,7 +216,7 @@ class InputFollower:
         return followed
 
     def _of_call(self, context: Context, call: Call, given: Given, outward: list[Read] | None) -> list[Read]:
-        """What the value of a call is computed from, in terms of the function that calls."""
+        """The reads of the calling function that the value of a call is computed from."""
         every = call.every
         path = call.function[0] if len(call.function) == 1 else None
         if not isinstance(path, Path):
@@ -255,7 +255,7 @@ class InputFollower:
         return [*followed, *every, *([] if is_read or is_of(value, nn.Module, type) else [receiver])]
 
     def _computes_by_model(self, context: Context, path: Path) -> bool:
-        """Whether a function of the script calls a model that learns."""
+        """Whether a function of the script calls a model that is trained."""
         call = Call((path,), (), (), True, 0)
         for callee in callees_of(context, call):
             with self.entered(context, call, callee) as inner:
@@ -267,9 +267,9 @@ class InputFollower:
         return False
 
     def _of_run(self, context: Context, path: Path, call: Call, given: Given) -> list[Read]:
-        """Of what a method of `Run` returns, nothing: that is the same on all ranks, or is checked elsewhere.
+        """No reads: the value of a method of `Run` is the same on all ranks, or is checked elsewhere.
 
-        But not the same on all numbers of ranks, where each gives something of its own last micro-batch.
+        Where each rank gives its own last micro-batch, other numbers of ranks have other values: that is noted.
         """
         is_of_body = given.kind in NOTED and context.covers(call.line)
         if path.attributes[-1] in _OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
@@ -280,9 +280,9 @@ class InputFollower:
         return []
 
     def _of_items(self, context: Context, path: Path, owner: object, call: Call, given: Given) -> list[Read]:
-        """What a loop over an object gets: of one of the script's classes, what its methods return.
+        """The reads that the items of an object are computed from: for a class of the script, by its methods.
 
-        Of a package's, such as a progress bar, nothing: it hands on what it was given, and counts for itself.
+        None for an object of a package, such as a progress bar, which hands on the items that it was given.
         """
         followed: list[Read] = []
         if isinstance(owner, GeneratorType) and owner.gi_running:
@@ -310,9 +310,9 @@ class InputFollower:
     # ---- what bodies change --------------------------------------------------------------------------------------
 
     def find_carried(self, context: Context) -> None:
-        """Note a variable of the places found that each body, or some bodies, make from what it was before.
+        """Note a variable among the places found that each body, or some bodies, compute from its earlier value.
 
-        Not where it is changed once a step, as `Run.step` says; nor where it is made when it is needed first.
+        Not where the variable is changed once a step, as `Run.step` says, or is made when first needed.
         """
         assert context.frame is not None
         loop = context.loop
@@ -341,7 +341,7 @@ class InputFollower:
         self.found.carried = self.found.carried or text
 
     def follow_changes(self) -> None:
-        """Note what the places found are computed from, where functions change them that a body calls."""
+        """Note the places from which functions that a body calls compute the places found so far."""
         waiting = list(self.found.places)
         while waiting:
             place, what = self.found.places[waiting.pop()]
@@ -352,7 +352,7 @@ class InputFollower:
             waiting += self.found.places.keys() - known
 
     def find_carried_within(self, *, always: bool = False) -> None:
-        """The same of what functions change that a body calls: where only some bodies do so, or ``always``."""
+        """As `find_carried`, for functions that a body calls: changes that only some bodies make, or ``always`` all."""
         for place in self._of_samples.values():
             if line := self.changes.line_at_step(place):
                 self._note_carried(
@@ -374,7 +374,7 @@ class InputFollower:
                 )
 
     def _is_made_of_trained(self, place: Place) -> bool:
-        """Whether what bodies make when it is needed is of weights as they were then, which do not come again."""
+        """Whether bodies make a place, when first needed, from weights as they were then, which no resume has."""
         made = self.changes.reads_at(place)
         reached = {id(value) for context, reads, _ in made for value in reached_values(context, reads)}
         return not self.trained.isdisjoint(reached - self._constants)
@@ -382,7 +382,7 @@ class InputFollower:
     # ---- calls -------------------------------------------------------------------------------------------------
 
     def enter(self, context: Context) -> None:
-        """Note what a function changes, and the functions that its lines were seen to run."""
+        """Note the changes that a function makes, and enter the functions that its lines were seen to run."""
         self.changes.enter(context)
         if context.code in self._lines_followed:
             return
@@ -396,14 +396,14 @@ class InputFollower:
     def entered(
         self, context: Context, call: Call, callee: Callee, *, samples: bool = False, per_step: bool = False
     ) -> Iterator[Context | None]:
-        """The function that is called, with what its parameters stand for; None where it is to be left alone.
+        """The context of the called function, with its parameters' values; None where the function is not followed.
 
         Args:
             context: of the function that calls.
             call: of the function.
             callee: which function.
-            samples: whether it makes samples, which are read before the body.
-            per_step: whether it runs once a step, and in no body.
+            samples: whether the function makes samples, which are read before the body.
+            per_step: whether the function runs once a step, and in no body.
         """
         function, *_ = callee
         reads = reads_of(function.__code__)
@@ -444,7 +444,7 @@ class InputFollower:
     # ---- places ------------------------------------------------------------------------------------------------
 
     def _note(self, context: Context, place: Place, given: Given) -> None:
-        """``given`` is computed from what is at ``place``, unless an object on the way says more, or the run has it."""
+        """Note that ``given`` is computed from ``place``, unless the run holds the value or its class tells more."""
         owner = value = variable_at(place.owner, place.name)
         for number, name in enumerate(place.attributes):
             if is_run(value):
@@ -495,7 +495,7 @@ class InputFollower:
         maker: functools.cached_property[object],
         given: Given,
     ) -> None:
-        """Note what a property is made from when it is needed first; the property itself, if that is weights."""
+        """Note the places that a cached property is computed from; the property itself, if made from weights."""
         text = place.text.removesuffix(Path("", place.attributes[number:]).text)
         call = UNNAMED
         for callee in of_script(maker.func, owner._replace(text=text)):
@@ -516,7 +516,7 @@ class InputFollower:
         *,
         samples: bool = False,
     ) -> bool:
-        """Note what the value of a function is computed from; whether its source is known."""
+        """Note the places that the value of a function is computed from; returns whether the source is known."""
         with self.entered(context, call, callee, samples=samples) as inner:
             if inner is None:
                 return False
@@ -554,13 +554,13 @@ def _is_registered(module: object, name: str) -> bool:
 
 
 def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
-    """What a call reads, in words; "" where that is nothing of these.
+    """The clock, the file or the store that a call reads, in words; "" for any other call.
 
     Args:
-        path: what is called.
-        function: the same, if it is known.
-        owner: the object whose method it is.
-        ends_loop: whether that decides only how long a loop goes on: a clock may.
+        path: of the called function.
+        function: at that path, if known.
+        owner: the object whose method is called.
+        ends_loop: whether the value decides only how long a loop goes on, for which a script may read a clock.
     """
     if not ends_loop and any(function is clock for clock in _CLOCKS):
         return f"the clock, by {path.text}()"

@@ -1,4 +1,6 @@
-"""What was found of the places that a training is computed from; see `training_inputs`."""
+"""The places that a training is computed from, as `training_inputs` finds them.
+
+A place is a variable of the script, or an attribute or an item of an object, that outlives a body."""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optim
 
 
 class Given(NamedTuple):
-    """Something that the script gives to the run."""
+    """A value that the script gives to the run."""
 
     kind: Literal["step", "write", "exit", "log", "registered", "loader", "seed"]  #: how: see `given_by`
     what: str  #: in the script's words
@@ -31,7 +33,7 @@ class Given(NamedTuple):
 
 
 class RankUse(NamedTuple):
-    """Something that depends on the rank, or on the number of ranks."""
+    """A value given to the run that depends on the rank, or on the number of ranks."""
 
     given: Given
     on: str
@@ -56,7 +58,7 @@ class TrainingInputs:
     _slots: set[tuple[int, str]] = field(default_factory=set)  # see `Place.slot`
 
     def note(self, place: Place, what: str) -> None:
-        """``what`` is computed from what is at ``place``; of two with one text, such as `self.n`, one gets a number."""
+        """Note that ``what`` is computed from ``place``; the second place with the same text gets a number."""
         if place.key not in self.places and place.slot not in self._slots:
             self._slots.add(place.slot)
             self._texts[place.text] += 1
@@ -65,7 +67,7 @@ class TrainingInputs:
             self.places[place.key] = place._replace(text=text), what
 
     def held(self) -> Held:
-        """What is at these places now."""
+        """The values at these places now."""
         return held(self.places.values(), self.skip, STATELESS)
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
@@ -83,13 +85,13 @@ class TrainingInputs:
         return found
 
     def held_between(self) -> Held:
-        """The same, without what tells of the last body only, and what is made when it is needed."""
+        """The same, without places that tell of the last body only or are made when needed."""
         others = self.anew | self.when_needed
         between = (place for key, place in self.places.items() if key not in others)
         return held(between, self.skip, STATELESS)
 
     def held_of_bodies(self) -> Held:
-        """Only what nothing but a body changes, and items of it; not parts of objects, of which less is known."""
+        """Only places that nothing but a body changes, and their items; not attributes, of which less is known."""
         places = [(place, what) for key, (place, what) in self.places.items() if key in self.of_bodies]
         found = held(places, self.skip, STATELESS)
         starts = tuple(f"{place.text}[" for place, _ in places)
@@ -97,7 +99,7 @@ class TrainingInputs:
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
     def held_when_needed(self) -> Held:
-        """Only what bodies make when it is needed; not how far a table reaches, of which ranks need other parts."""
+        """Only places that bodies make when needed, without the length of a table, of which ranks need other parts."""
         needed = (
             place
             for key, place in self.places.items()
@@ -107,6 +109,6 @@ class TrainingInputs:
 
 
 def _is_length(place: Place, tables: list[Place]) -> bool:
-    """Whether the number at a place is a dimension of each of the tensors that are made with it."""
+    """Whether the number at ``place`` is a dimension of each of the ``tables`` that are made with the number."""
     number, made = place.value(None), [table.value(None) for table in tables]
     return type(number) is int and bool(made) and all(isinstance(one, Tensor) and number in one.shape for one in made)

@@ -1,4 +1,4 @@
-"""What a script computes its training from beside the micro-batch, which must be the same on all ranks.
+"""The inputs of a training beside the micro-batch, which must be the same on all ranks.
 
     threshold = float(np.median(confidence))      of this rank's part of an evaluation: other ranks have another one
     if run.leads: smooth = 0.0                    on one rank only
@@ -27,24 +27,24 @@ _STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
 
 
 class Since(NamedTuple):
-    """Two marks of a place."""
+    """Two marks of the value at a place."""
 
     first: Mark  #: when it was seen first
     now: Mark
 
 
 class _Function(NamedTuple):
-    """The owner of a variable, while no loop is read: a function that was running."""
+    """Stands for a function that was running, as the owner of a variable, after its loop was left."""
 
     number: int
 
 
 class SharedInputs:
-    """Those of the loop that the script is in.
+    """The inputs of the loop that the script is in.
 
     Args:
         state: what the run holds.
-        several: whether there are several ranks; else nothing is looked at to be compared.
+        several: whether there are several ranks; on one rank no marks are taken.
         say: prints a line for the user.
     """
 
@@ -71,7 +71,7 @@ class SharedInputs:
         return inputs
 
     def read_loop(self, step: int) -> None:
-        """Read the loop that the script is in after ``step`` steps, unless that is done; takes some 10 ms."""
+        """Read the loop that the script is in after ``step`` steps, unless the loop has been read; takes some 10 ms."""
         if self._inputs is not None and not self.calls.is_new:
             return
         frames = script_frames(sys._getframe())
@@ -89,7 +89,7 @@ class SharedInputs:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
 
     def say_part_logged(self, frame: FrameType) -> None:
-        """Say once what the script logs after the loop that it is in from ``frame`` outward, and is of this rank."""
+        """Say once which value, logged after the loop around ``frame``, is added up by this rank alone."""
         part = part_logged(frame, self._state)
         if part and part not in self._said:
             self._said.add(part)
@@ -100,28 +100,28 @@ class SharedInputs:
             )
 
     def held(self) -> Held:
-        """What is there now, in a body."""
+        """The values of the inputs now, in a body."""
         return {} if self._inputs is None else self._inputs.held()
 
     @property
     def carried(self) -> str:
-        """In words, what of it the body makes from what it was before; "" for nothing."""
+        """The first input that the body computes from its earlier value, in words; "" for none."""
         return "" if self._inputs is None else self._inputs.carried
 
     def changed_in_pass(self) -> str:
-        """In words, what of it bodies of the loop have changed since it was read; "" for nothing."""
+        """The first input that bodies have changed since the loop was read, in words; "" for none."""
         return "" if self._inputs is None else changed_since(self._began, self._inputs.held_of_bodies())
 
     def body_is_over(self, before: Held, after: Held) -> None:
-        """What differs was set by a body."""
+        """Note inputs that differ between the two as set by a body."""
         self._moved.update(name for name, (mark, _) in after.items() if name in before and before[name][0] != mark)
 
     def between_bodies(self) -> dict[str, Since]:
-        """What is there between two bodies, or was there when the last loop was left; by its name in a message."""
+        """The inputs between two bodies, or as the last loop was left; by their names in a message."""
         return self._left if self._inputs is None else self._since(self._inputs)
 
     def leave(self) -> None:
-        """The loop is left, with the variables of the functions in it."""
+        """Note the inputs as the loop is left, without keeping its functions' variables alive."""
         if self._inputs is not None:
             self._left = self._since(self._inputs)
             functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}

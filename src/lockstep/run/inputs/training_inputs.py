@@ -1,4 +1,4 @@
-"""What the training of a script is computed from: its variables and attributes, found by reading the script.
+"""The inputs of a training: the script's variables and attributes that losses and updates are computed from.
 
     for x, y in run.train(batches):
         forced = random.random() < self.ratio       self.ratio is an input: the loss is computed from it
@@ -59,9 +59,9 @@ _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the m
 
 
 def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> TrainingInputs:
-    """What the script computes its training from, whose functions are running from ``frame`` outward.
+    """The inputs of the script whose functions are running from ``frame`` outward.
 
-    ``calls`` are what lines of these were seen to run.
+    ``calls`` are the functions that lines of the script were seen to run.
     Raises nothing: where the source cannot be read, nothing is known, and `TrainingInputs.failed` says why.
     """
     follower = InputFollower(state)
@@ -91,7 +91,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
 
 
 def _take_updates(follower: InputFollower, context: Context, optimizers: Iterable[Optimizer]) -> None:
-    """Note what decides what functions of the script write into weights and options, when optimizers step."""
+    """Note the places from which functions of the script compute weights and options when optimizers step."""
     for callee in (callee for optimizer in optimizers for callee in updating(optimizer)):
         with follower.entered(context, UNNAMED, callee, per_step=True) as inner:
             if inner is not None:
@@ -100,7 +100,7 @@ def _take_updates(follower: InputFollower, context: Context, optimizers: Iterabl
 
 
 def carried_between_batches(frame: FrameType | None, state: State) -> str:
-    """The first such variable or attribute with its line, in words; "" for none, or where the source cannot be read.
+    """The first place that batches change and a measured value depends on, in words; "" for none or without source.
 
     for x, y in run.evaluate(test):
         hidden = cell(x, hidden)                        from this rank's batch before: other ranks have other batches
@@ -114,7 +114,7 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
 
 
 def part_logged(frame: FrameType | None, state: State) -> str:
-    """The same of what the script logs after the loop that it is in.
+    """The first place that bodies add up and a value logged after the loop depends on, in words; "" as above.
 
     for x in run.train(batches):
         seen += len(x)                                  this rank's samples: half of them on two ranks
@@ -147,7 +147,7 @@ def _carried_into(kind: Literal["step", "log"], frame: FrameType | None, followe
 
 
 def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None:
-    """Refuse what changes the training with the number of ranks, and ``say`` what may.
+    """Refuse inputs that change the training with the number of ranks, and ``say`` inputs that may do so.
 
     optimizer = run.optimizer(SGD(model.parameters(), lr=0.1 * run.world_size))      refused: another training
     batches = run.loader(data, global_batch=32 * run.world_size)                     said: the run's identity shows it
@@ -155,8 +155,8 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
     print(run.world_size); workers = cpus // run.world_size                          changes no result
 
     Raises:
-        UsageError: if an optimizer or a scheduler is made from it, a model or one of these is changed by it, or a loss
-            is computed from it.
+        UsageError: if a loss, an optimizer, a scheduler or a change of these or of a model is computed from the number
+            of ranks.
     """
     if inputs.failed:
         say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")
@@ -186,10 +186,10 @@ def _said(use: RankUse) -> str:
 
 
 def given_by(follower: InputFollower, context: Context) -> list[Given]:
-    """What a function gives to the run, itself or by the functions that it calls.
+    """The values that a function gives to the run, itself or by the functions that it calls.
 
-    To `Run.step` ("step"), by a change of what is trained ("write"), when objects are made known to the run
-    ("registered", "loader"), as the value of a metric after the loop ("log"), or to something that seeds.
+    To `Run.step` ("step"), by a change of a trained object ("write"), when objects are made known to the run
+    ("registered", "loader"), as a metric that is logged after the loop ("log"), or to a function that seeds ("seed").
     """
     found: list[Given] = []
     file = PurePath(context.code.co_filename).name
@@ -275,13 +275,13 @@ def _given_in(
 
 
 def _is_leaders(context: Context, conditions: Iterable[Read]) -> bool:
-    """Whether something is done under a condition that asks which rank this is."""
+    """Whether ``conditions`` ask for the rank."""
     paths = (read for read in conditions if isinstance(read, Path) and read.attributes[-1:] in _ASKS_RANK)
     return any(is_run(context.value_of(path.owner)) for path in paths)
 
 
 def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> bool:
-    """Whether something that is trained is among what a function is given, or its parameters."""
+    """Whether a trained object, or its parameters, is among the arguments of a call."""
     for read in call.every:
         of = read.function[0] if isinstance(read, Call) and read.function else read
         if isinstance(of, Path):
@@ -305,7 +305,7 @@ def _changed_by(call: Call) -> Iterator[Path]:
 
 
 def _is_of_trained(follower: InputFollower, context: Context, path: Path) -> bool:
-    """Whether a path leads to something that is trained, or is a variable that goes over parts of that."""
+    """Whether a path leads to a trained object, or is a loop's variable over parts of such an object."""
     if id(context.value_of(path)) in follower.trained or _is_of_optimizer(context, path):
         return True
     calls = (read for read in flat(context.reads.set_from.get(path.root, ())) if isinstance(read, Call))

@@ -1,4 +1,4 @@
-"""The script as text: what its lines read and write, and which functions they run. No code of it runs for that.
+"""The script as text: the variables that its lines read and write, and the functions that they run.
 
     source_reads ──► script_places        values that outlive a body: variables, and attributes of what they hold
              └─────► decided_tests        tests that are decided for the whole run, so that a branch is never taken

@@ -1,4 +1,4 @@
-"""Tests of a script that are decided for the whole run, so that what stands under them is never done, or always.
+"""Tests of a script that are decided for the whole run: the lines under such a test run never, or always.
 
 if args.use_memory:            args.use_memory is set once, when the script begins
 loss = loss + memory(x)
@@ -35,7 +35,7 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 
 
 def changed_names() -> frozenset[str]:
-    """The attributes that functions of the script's files set, but for those that make an object; and their globals."""
+    """The globals and attributes that functions of the script's files set, without attributes that constructors set."""
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return _changed_in(frozenset(file for file in files if file and is_script(file)))
 
@@ -60,11 +60,11 @@ def _changed_in_file(file: str) -> frozenset[str]:
 
 
 def value_of_test(test: ast.expr, value_of: Callable[[Path], object]) -> object:
-    """What a test has for a value, where that is known from the values of paths; else `UNKNOWN`.
+    """The value of a test, if known from the values of paths; else `UNKNOWN`.
 
     Args:
-        test: of comparisons, ``not``, ``and`` and ``or``; others are not known.
-        value_of: the value of a path; `UNKNOWN` where it may become another one.
+        test: of comparisons, ``not``, ``and`` and ``or``; the value of any other test is not known.
+        value_of: gives the value of a path; `UNKNOWN` if the value may change.
     """
     match test:
         case ast.Constant(value=constant):

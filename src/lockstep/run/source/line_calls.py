@@ -1,4 +1,4 @@
-"""Which functions of the script its lines have run, seen while a body ran: the source does not name all of them.
+"""The functions that lines of a script have run, seen while a body ran: the source does not name all of them.
 
 loss = model(x) * self.scale               Scale.__get__, of a descriptor
 await controller.update(loss)              Controller.update
@@ -49,7 +49,7 @@ class Ran:
 
 
 class LineCalls:
-    """Those of one loop."""
+    """The functions that the lines of one loop have run."""
 
     def __init__(self) -> None:
         self._ran: Final[dict[tuple[str, int], dict[tuple[CodeType, int], Ran]]] = {}  # by file and line
@@ -57,23 +57,23 @@ class LineCalls:
         self.is_new = False  #: whether something was seen that had not been seen before `seen`
 
     def watch(self) -> None:
-        """Look at what this thread runs from now on, unless a debugger does."""
+        """Trace the functions that this thread runs from now on, unless a debugger does."""
         # Not by a profile function: before Python 3.13 that would keep all variables of the loop's function alive.
         if sys.gettrace() is None:
             sys.settrace(self._note)
 
     def unwatch(self) -> None:
-        """Look no longer."""
+        """End the trace."""
         if sys.gettrace() == self._note:
             sys.settrace(None)
 
     def ran_by(self, file: str, lines: Lines) -> list[Ran]:
-        """The functions that these ``lines`` of a file have run, directly or by way of a package."""
+        """The functions that ``lines`` of a file have run, directly or by way of a package."""
         by_line = (self._ran.get((file, line), {}) for line in range(lines.first, lines.last + 1))
         return [one for ran in by_line for one in ran.values()]
 
     def seen(self) -> None:
-        """The script is read with what is known now."""
+        """Note that the script has been read with the functions known now."""
         self.is_new = False
 
     def forget(self) -> None:
@@ -111,7 +111,7 @@ class LineCalls:
 
 
 def _is_read(code: CodeType) -> bool:
-    """Whether a function is the script's; a comprehension belongs to the function around it."""
+    """Whether a function is the script's; a comprehension belongs to the function around the comprehension."""
     return code.co_name not in _PARTS and is_script(code.co_filename)
 
 

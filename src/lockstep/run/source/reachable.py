@@ -1,4 +1,4 @@
-"""What a script's objects hold, seen without running any of their code, and what of it has changed between two looks.
+"""The values that a script's objects hold, seen without running their code, and the changes between two looks.
 
 look({"model": model, "callback": callback})    {"model.tau": ..., "callback.calls": ..., "callback.seen[3]": ...}
 ...                                             the script does something
@@ -112,7 +112,7 @@ CACHES: Final = {"dict", "set", "OrderedDict", "defaultdict"}
 
 
 class Mark(NamedTuple):
-    """What was seen of one value; equal for equal values."""
+    """Summary of one value; equal for equal values."""
 
     rank: int  #: how little a change tells: 0 for a random generator, 1 a number or text, 2 a tensor, 3 a length
     kind: str  #: the value's type
@@ -129,16 +129,16 @@ def look(
 ) -> dict[str, Mark]:
     """A mark of each number, text, tensor, array, generator and container within reach of ``roots``, by its path.
 
-    Seen are attributes, items, counters, and the variables that functions have from outside. What is reached by several
-    paths has the shortest one. No code of the objects is run, and nothing is raised. Takes some microseconds for each
+    Seen are attributes, items, counters, and the variables that functions have from outside. A value that several paths
+    reach has the shortest path. No code of the objects is run, and nothing is raised. Takes some microseconds for each
     value, and a pass over each small tensor of the CPU; waits for no GPU.
 
     Args:
         roots: objects by the names that paths begin with.
-        skip: the `id` of each object that is left out, with what it holds.
-        but: kinds of objects that are left out so.
+        skip: the `id` of each object that is left out, with its contents.
+        but: kinds of objects that are left out, with their contents.
         depth: how many steps from a root.
-        limit: of marks; those nearest to the roots are made.
+        limit: number of marks, of the values nearest to the roots.
     """
     marks: dict[str, Mark] = {}
     seen = set(skip)
@@ -166,9 +166,9 @@ def find(
     depth: int = 4,
     limit: int = 3000,
 ) -> dict[str, object]:
-    """The objects of a ``kind`` within reach of ``roots``, by the shortest path to each; without what they hold.
+    """The objects of a ``kind`` within reach of ``roots``, by the shortest path to each; without objects in these.
 
-    See `look`; ``limit`` is of objects that are looked at.
+    See `look`; ``limit`` is the number of objects that are looked at.
     """
     found: dict[str, object] = {}
     seen = set(skip)
@@ -186,7 +186,7 @@ def find(
 
 
 def changed(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> list[str]:
-    """The paths whose marks differ, those that tell most first: random generators, numbers, tensors, lengths.
+    """The paths whose marks differ, the most telling ones first: random generators, numbers, tensors, lengths.
 
     Then the paths that only one of the two has.
     """
@@ -247,13 +247,13 @@ def set_variables(frame: FrameType, values: Mapping[str, object]) -> None:
 
 
 def forget_snapshot(frame: FrameType, held: dict[str, object]) -> None:
-    """Let go of what ``frame.f_locals`` gave: before Python 3.13 the frame would keep all objects in it alive."""
+    """Empty the dict of ``frame.f_locals``: before Python 3.13 the frame would keep all objects in the dict alive."""
     if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         held.clear()
 
 
 def mark_of(value: object) -> Mark | None:
-    """The mark of ``value``, without what it holds; None for an object with nothing to compare. Raises nothing."""
+    """The mark of ``value`` without its contents; None for an object without a value to compare. Raises nothing."""
     kind = type(value)
     try:
         for kinds, rank, see in _SEEN:
@@ -273,7 +273,7 @@ def size_of(mark: Mark) -> str:
 
 
 def tells_values(mark: Mark) -> bool:
-    """Whether the mark of a tensor is of its values; of a large one, or of one on a GPU, it is of the object."""
+    """Whether the mark of a tensor is of its values; that of a large tensor, or of one on a GPU, is of the object."""
     return mark.rank == TENSOR_RANK and isinstance(mark.seen, tuple) and not isinstance(mark.seen[1], int)
 
 
@@ -282,7 +282,7 @@ def _seen_of(value: object) -> object:
 
 
 def is_plain(value: torch.Tensor) -> bool:
-    """Whether a tensor holds its values itself, all of them and here."""
+    """Whether a tensor holds all of its values itself, on this rank."""
     return value.layout is torch.strided and not (value.is_nested or value.is_meta or hasattr(value, "to_local"))
 
 
@@ -303,7 +303,7 @@ def _seen_of_set(value: Any) -> object:
 
 
 def _steps_of(value: Any) -> object:
-    """How far an iterator of Python's own is, as far as that shows without a step of it. Its parts show the rest."""
+    """The position of an iterator of Python's own, as far as visible without a step; the parts show the rest."""
     if issubclass(type(value), itertools.count):
         return repr(value)
     if hasattr(type(value), "__length_hint__"):
@@ -312,7 +312,7 @@ def _steps_of(value: Any) -> object:
 
 
 def _inside(iterator: Any) -> tuple[object, ...]:
-    """What an iterator of Python's own is made of, and its state."""
+    """The parts of an iterator of Python's own, and its state."""
     try:
         with warnings.catch_warnings():  # those of `itertools` warn in Python 3.12 and 3.13
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -323,7 +323,7 @@ def _inside(iterator: Any) -> tuple[object, ...]:
 
 
 def _numbers_in(value: object) -> object:
-    """Numbers of nested tuples, and how far iterators are, each in its place."""
+    """The numbers in nested tuples, and the positions of iterators, each in its place."""
     if isinstance(value, tuple):
         return [_numbers_in(item) for item in value[:_MOST_ITEMS]]
     if hasattr(type(value), "__length_hint__") and isinstance(value, _ITERATORS):
@@ -362,7 +362,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
 
 
 def parts_of(value: object) -> list[tuple[str, object]]:
-    """What lies one step from ``value``, each with the text of the step."""
+    """The objects one step from ``value``, each with the text of the step."""
     try:
         return list(_walk(value, type(value)))
     except Exception:  # noqa: BLE001 - such as a dict that another thread changes
@@ -400,7 +400,7 @@ def _first(items: Any) -> Iterator[Any]:
 
 
 def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """What ``function`` has from the functions around it, and from its module."""
+    """The variables that ``function`` has from the functions around it, and from its module."""
     if _is_foreign(function.__module__ or ""):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):

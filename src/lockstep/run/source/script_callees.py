@@ -1,4 +1,4 @@
-"""Which functions of the script run, when an object is called, or when a sample is made.
+"""The functions of the script that run when an object is called, or when a sample is made.
 
 Also where the script finds its function only when it runs: callbacks, events, hooks.
 
@@ -39,7 +39,7 @@ _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 
 
 def of_script(function: object, bound: Argument | None) -> list[Callee]:
-    """A ``function`` that is the script's, with its first argument; nothing for another one."""
+    """``function`` with its first argument, if the function is the script's."""
     for _ in range(_MOST_WRAPPERS):  # such as `functools.lru_cache` and `torch.no_grad` make
         if isinstance(function, FunctionType) and is_script(function.__code__.co_filename):
             return [Callee(function, bound)]
@@ -59,19 +59,19 @@ def called_by(value: object, text: str) -> list[Callee]:
 
 
 def unwrapped(value: object) -> object:
-    """The function within `functools.partial` and `functools.lru_cache` ones."""
+    """The function inside `functools.partial` and `functools.lru_cache`."""
     while is_of(value, functools.partial, MEMO):
         value = value.func if isinstance(value, functools.partial) else attribute_of(value, "__wrapped__")
     return value
 
 
 def is_memo(value: object) -> bool:
-    """Whether a function remembers what it has returned, by `functools.lru_cache`."""
+    """Whether a function remembers its results, by `functools.lru_cache`."""
     return is_of(value, MEMO)
 
 
 def computing(module: nn.Module, text: str) -> Iterator[Callee]:
-    """What a call of ``module`` runs, but for its parts: its forward pass, and hooks that may return another value."""
+    """The functions that a call of ``module`` itself runs: its forward pass, and hooks that may change the result."""
     yield from of_script(type(module).forward, Argument((), module, text))
     for hook in forward_hooks(module):
         if isinstance(hook, MethodType):
@@ -81,7 +81,7 @@ def computing(module: nn.Module, text: str) -> Iterator[Callee]:
 
 
 def is_torchs_change(context: Context, call: Call) -> bool:
-    """Whether torch's function that is called changes what it is given, such as `clip_grad_norm_`."""
+    """Whether a called function of torch changes its arguments, such as `clip_grad_norm_`."""
     function = context.value_of(call.function[0]) if call.function and isinstance(call.function[0], Path) else None
     if not isinstance(function, FunctionType | BuiltinFunctionType):
         return False
@@ -108,7 +108,7 @@ def sampling(source: object) -> Iterator[Callee]:
 
 
 def updating(optimizer: Optimizer) -> Iterator[Callee]:
-    """The functions of the script that run when an optimizer steps: its own, and hooks."""
+    """The functions of the script that run when an optimizer steps: its methods and hooks."""
     yield from of_script(type(optimizer).step, Argument((), optimizer, type(optimizer).__name__))
     for hook in (hook for hooks in step_hooks(optimizer) for hook in hooks.values()):
         for function, bound, _ in called_by(hook, "a hook of the optimizer"):
@@ -131,15 +131,15 @@ def _items_in(part: object) -> Iterable[object]:
 
 
 def callees_of(context: Context, call: Call) -> list[Callee]:
-    """The functions of the script that a call runs, or may run: those that its objects name, and others of its line."""
+    """The functions of the script that a call may run: by the names in the call, and others of the call's line."""
     named = _named_by(context, call)
     return [*named, *ran_by(context, Lines(call.line, call.line))] if call.line else named
 
 
 def ran_by(context: Context, lines: Lines) -> list[Callee]:
-    """The functions of the script that lines of a function were seen to run, beside those that calls in them name.
+    """The functions of the script that ``lines`` were seen to run, beside functions that calls in the lines name.
 
-    Without those that run still, and without what a `with` runs, which gives no value.
+    Without functions that are still running, and without methods that a `with` runs, which give no value.
     """
     if not (ran := context.calls.ran_by(context.code.co_filename, lines)):
         return []
@@ -188,7 +188,7 @@ def is_of_script(module: object) -> bool:
 
 
 def objects_called(context: Context, call: Call) -> list[object]:
-    """The objects that ``call`` may call; nothing where it calls a function that is known by its name."""
+    """The objects that ``call`` may call; none where the called function is known by its name."""
     match call.function:
         case (Path(root=root) as path,) if not context.is_loop_variable(root) and (
             path.attributes or context.value_of(path) is not NOTHING
@@ -198,7 +198,7 @@ def objects_called(context: Context, call: Call) -> list[object]:
 
 
 def _objects(context: Context, reads: Iterable[Read], depth: int) -> Iterator[object]:
-    """The objects that a value may be, or may be an item of, which is computed from these."""
+    """The objects that a value computed from ``reads`` may be, or may be an item of."""
     if not depth:
         return
     for read in reads:
@@ -224,7 +224,7 @@ def _objects(context: Context, reads: Iterable[Read], depth: int) -> Iterator[ob
 
 
 def _method(owner: object, attributes: Iterable[str]) -> object:
-    """What an object has under these names; a function of its class as its method."""
+    """The attribute of an object under these names; a function of the class as a method."""
     value = owner
     for name in attributes:
         owner, value = value, attribute_of(value, name)
@@ -234,7 +234,7 @@ def _method(owner: object, attributes: Iterable[str]) -> object:
 
 
 def _items(values: Iterable[object], keys: Iterable[object], depth: int = _DEEPEST) -> Iterator[object]:
-    """The objects in containers, or those under ``keys`` where a dict has these; others are themselves."""
+    """The objects in containers, or under ``keys`` where a dict has these; any other object itself."""
     for value in values:
         if is_of(value, dict):
             held: dict[object, object] = value  # type: ignore[assignment]  # as just asked
@@ -252,7 +252,7 @@ def _items(values: Iterable[object], keys: Iterable[object], depth: int = _DEEPE
 
 
 def _keys(context: Context, reads: Iterable[Read]) -> list[object]:
-    """The numbers and texts among the values that something is computed from, which may be keys."""
+    """The numbers and texts among the values of ``reads``, which may be keys."""
     texts = [context.text_of(read) for read in reads if isinstance(read, Text)]
     values = [context.value_of(read) for read in reads if isinstance(read, Path)]
     return [one for one in (*texts, *values) if type(one) in (str, int)]

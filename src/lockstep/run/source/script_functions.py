@@ -1,4 +1,4 @@
-"""A function of the script, with what its parameters and variables stand for. No code of the script is run for that.
+"""A function of the script, with the values of its parameters and variables. No code of the script is run for them.
 
 def penalty(self, out):            self    the object whose method is called
     mean = self.mean.lerp(...)     out     what the caller gives: a value, or what that is computed from
@@ -24,7 +24,7 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class Argument(NamedTuple):
-    """What a parameter stands for."""
+    """The value of a parameter."""
 
     reads: tuple[Read, ...]  #: in the function that calls
     value: object  #: where it is known
@@ -38,7 +38,7 @@ class Argument(NamedTuple):
 
 
 def stands_between(frame: FrameType) -> bool:
-    """Whether a function that runs stands between a loop and its items: a generator, or a method that takes one."""
+    """Whether a running function stands between a loop and its items: a generator, or a method that takes an item."""
     reads = reads_of(frame.f_code)
     is_generator = bool(frame.f_code.co_flags & inspect.CO_GENERATOR)
     return is_generator or reads is None or not reads.loop_at(frame.f_lineno).first
@@ -46,7 +46,7 @@ def stands_between(frame: FrameType) -> bool:
 
 @dataclass
 class Context:
-    """A function whose values are asked for."""
+    """A function of the script whose values are followed."""
 
     code: CodeType
     reads: Reads
@@ -74,11 +74,11 @@ class Context:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is one, and not a module's own lines."""
+        """Whether the code is a function's, and not a module's own lines."""
         return bool(self.code.co_flags & inspect.CO_OPTIMIZED)
 
     def is_local(self, name: str) -> bool:
-        """Whether that is a variable of the function's own."""
+        """Whether ``name`` is a variable of the function's own."""
         return name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
 
     @functools.cached_property
@@ -91,7 +91,7 @@ class Context:
         return self.in_body and (not self.loop.first or self.loop.first < line <= self.loop.last)
 
     def is_dead(self, guards: Iterable[Guard]) -> bool:
-        """Whether one of these tests keeps something from ever being done, as that of an option which is not set."""
+        """Whether a test of ``guards`` never holds, such as the test of an option that is not set."""
         for test, holds in guards:
             value = value_of_test(test, self.settled_value)
             if value is not UNKNOWN and bool(value) is not holds:
@@ -99,14 +99,14 @@ class Context:
         return False
 
     def settled_value(self, path: Path) -> object:
-        """The number or text that is at a path, if it stays so; else `UNKNOWN`."""
+        """The number or text at a path, if the value stays the same; else `UNKNOWN`."""
         value = self.value_of(path)
         is_own = self.frame is None and (path.root in self.reads.set_from or path.root in self.reads.outer)
         is_settled = not is_own and self.unsettled.isdisjoint((path.root, *path.attributes))
         return value if is_settled and type(value) in _PLAIN else UNKNOWN
 
     def place_of(self, path: Path) -> Place | None:
-        """Where that is, if it outlives a body and is known."""
+        """The place of a path, if known and outliving a body."""
         if path.root in self.arguments:
             argument = self.arguments[path.root]
             text = path._replace(root=argument.name or path.root).text
@@ -127,7 +127,7 @@ class Context:
         return None if path.root in self.loop.fresh else Place(owner, path.root, path.attributes, path.text)
 
     def _maker_of(self, name: str) -> FrameType | None:
-        """The function that runs and has made this one, with the variable ``name`` that both have."""
+        """The running function that has made this one, with the variable ``name`` that both have."""
         value = variable_at(self.cells[name], "")
         return next(
             (
@@ -141,7 +141,7 @@ class Context:
         )
 
     def value_of(self, path: Path) -> object:
-        """What a path leads to, as far as that is known without running anything."""
+        """The value at a path, as far as known without running code; else `NOTHING`."""
         root = path.root
         if root in self.arguments:
             value = self.arguments[root].value
@@ -157,12 +157,12 @@ class Context:
         return value
 
     def text_of(self, text: Text) -> object:
-        """The whole of it, where all parts are known; else `NOTHING`."""
+        """The whole text, if all parts are known; else `NOTHING`."""
         values = [part if isinstance(part, str) else self.value_of(part) for part in text.parts]
         return "".join(map(str, values)) if all(type(value) in _PLAIN for value in values) else NOTHING
 
     def is_loop_variable(self, name: str) -> bool:
-        """Whether that is a variable of the function's own that a loop sets, to one item after the other."""
+        """Whether ``name`` is a variable of the function's own that a loop sets to one item after the other."""
         bound = self.reads.bound_to.get(name, ()) if self.is_local(name) and name not in self.arguments else ()
         return any(
             isinstance(read, Call) and read.function and isinstance(of := read.function[0], Path) and _is_loop(of)
@@ -201,7 +201,7 @@ def _names_changed(frame: FrameType) -> Iterator[str]:
 
 @functools.lru_cache(maxsize=256)
 def _codes_within(code: CodeType) -> frozenset[CodeType]:
-    """The functions that a function makes."""
+    """The code of functions that a function makes."""
     own = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return frozenset(own).union(*map(_codes_within, own))
 
@@ -215,7 +215,7 @@ class Callee(NamedTuple):
 
 
 def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str, Argument]:
-    """What each parameter of a function stands for."""
+    """The value of each parameter of a called function."""
     parameters = reads.parameters
     if parameters is None:
         return {}
@@ -260,7 +260,7 @@ def _is_loop(function: Path) -> bool:
 
 
 def runs_in_body(context: Context, call: Call) -> bool:
-    """Whether a body runs the function that is called, as it runs the one that calls."""
+    """Whether a body runs a called function, as the body runs the calling one."""
     path = call.function[0] if call.function else None
     is_next = isinstance(path, Path) and path.attributes[-1:] == (ITEMS,) and call.line == context.loop.first
     return context.in_body and (not call.line or is_next or context.covers(call.line))

@@ -29,7 +29,7 @@ _FIELD: Final = type(namedtuple("_", "field").field)  # type: ignore[attr-define
 
 
 class Place(NamedTuple):
-    """Where a value of the script is: a variable, or an attribute of it."""
+    """A variable of the script, or an attribute of the variable's value."""
 
     owner: object  #: a frame, a dict of globals, a cell, or an object itself
     name: str
@@ -43,13 +43,13 @@ class Place(NamedTuple):
 
     @property
     def slot(self) -> tuple[int, str]:
-        """Equal for the same variable or attribute, by whatever way it is reached now."""
+        """Equal for the same variable or attribute, whichever path leads to the place now."""
         if not self.attributes:
             return id(self.owner), self.name
         return id(self._replace(attributes=self.attributes[:-1]).value(None)), self.attributes[-1]
 
     def value(self, variables: Mapping[str, object] | None) -> object:
-        """What is there now, or `NOTHING`; ``variables`` are those of the frame that is its owner."""
+        """The value there now, or `NOTHING`; ``variables`` are those of the frame that owns the place."""
         value = variable_at(self.owner, self.name) if variables is None else variables.get(self.name, NOTHING)
         for name in self.attributes:
             value = attribute_of(value, name)
@@ -61,7 +61,7 @@ Held = Mapping[str, tuple[Mark, str]]
 
 
 def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...]) -> Held:
-    """What is now at ``places``, each given with what is computed from it; see `look` for what is left out."""
+    """The values now at ``places``, each with the text of what is computed from the place. See `look`."""
     found: dict[str, tuple[Mark, str]] = {}
     of_frames: dict[int, dict[str, Any]] = {}
     for place, what in places:
@@ -75,12 +75,12 @@ def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[
 
 
 def changed_by(first: Held, before: Held, after: Held) -> str:
-    """What a body changes that the training is computed from, in words; "" for nothing.
+    """The first input of the training that a body changes, in words; "" for none.
 
     Args:
-        first: what there was after the first of two equal bodies.
-        before: what there was before the second one.
-        after: what there was after it.
+        first: the inputs after the first of two equal bodies.
+        before: the inputs before the second body.
+        after: the inputs after the second body.
     """
     for name, (mark, what) in after.items():
         others = [each[name][0] for each in (first, before) if name in each]
@@ -92,7 +92,7 @@ def changed_by(first: Held, before: Held, after: Held) -> str:
 
 
 def changed_since(before: Held, now: Held) -> str:
-    """What differs of what both have, in words; "" for nothing. A dict and a set may grow, as caches do."""
+    """The first place of both whose values differ, in words; "" for none. A dict and a set may grow, as caches do."""
     for name, (mark, what) in now.items():
         if mark.kind not in CACHES and name in before and _differs(before[name][0], mark):
             return f"{name}, which {what} is computed from, was changed by bodies of this pass"
@@ -108,7 +108,7 @@ def _differs(one: Mark, other: Mark) -> bool:
 
 
 def variable_at(owner: object, name: str) -> object:
-    """A variable of a frame, a global one, or what a cell holds; of another object, itself."""
+    """The variable of a frame, a global variable, or a cell's content; for any other owner, the owner itself."""
     if isinstance(owner, FrameType):
         return variables_of(owner).get(name, NOTHING)
     if isinstance(owner, CellType):
@@ -117,7 +117,7 @@ def variable_at(owner: object, name: str) -> object:
 
 
 def attributes_of(value: object) -> dict[str, object]:
-    """What an object has by itself, and not from its class."""
+    """The attributes that an object has itself, not from its class."""
     try:
         found: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -129,7 +129,7 @@ def attributes_of(value: object) -> dict[str, object]:
 
 
 def attribute_of(value: object, name: str) -> object:
-    """An attribute, or the item under a key, without running any code of the object."""
+    """An attribute of an object, or the item under a key, without running code of the object."""
     if value is NOTHING:
         return NOTHING
     if is_key(name):

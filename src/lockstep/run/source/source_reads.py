@@ -30,24 +30,24 @@ _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
 class Path(NamedTuple):
-    """A variable that is read, or what it leads to by attributes and constant keys: ``self.parts['pool'].images``."""
+    """A variable that is read, or a value that attributes and constant keys lead to: ``self.parts['pool'].images``."""
 
     root: str
     attributes: tuple[str, ...] = ()  #: and keys, as ``['pool']``
 
     @property
     def text(self) -> str:
-        """As the script writes it."""
+        """The text of the path in the script."""
         return self.root + "".join(name if is_key(name) else f".{name}" for name in self.attributes)
 
     @property
     def owner(self) -> Path:
-        """What has the last attribute."""
+        """The path to the object that has the last attribute."""
         return Path(self.root, self.attributes[:-1])
 
 
 def is_key(attribute: str) -> bool:
-    """Whether a part of a path is a key, and no attribute."""
+    """Whether a part of a path is a key, not an attribute."""
     return attribute.startswith("[")
 
 
@@ -65,11 +65,11 @@ class Call(NamedTuple):
 
     @property
     def every(self) -> tuple[Read, ...]:
-        """What all that it is given is computed from."""
+        """The reads that all arguments are computed from."""
         return self.without(())
 
     def without(self, keywords: Collection[str]) -> tuple[Read, ...]:
-        """So without what is given by some ``keywords``."""
+        """The same without the arguments of some ``keywords``."""
         named = (part for name, part in self.keywords if name not in keywords)
         return tuple(read for part in (*self.arguments, *named) for read in part)
 
@@ -82,14 +82,14 @@ class Guard(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """What is read only where some tests say so."""
+    """Reads that happen only under some tests."""
 
     guards: tuple[Guard, ...]
     reads: tuple[Read, ...]
 
 
 class Counted(NamedTuple):
-    """What is new in each turn of a loop over ``items``, as `enumerate` counts, or from another list in a `zip`."""
+    """A value that is new in each turn of a loop over ``items``: a count, or an item of another list in a `zip`."""
 
     items: tuple[Read, ...]
 
@@ -102,14 +102,14 @@ class Text(NamedTuple):
 
 
 class Lines(NamedTuple):
-    """What functions return that these lines run without their names, as properties, operators and callbacks are."""
+    """The results of functions that these lines run without naming them: properties, operators, callbacks."""
 
     first: int
     last: int
 
 
 def flat(reads: Iterable[Read]) -> Iterator[Read]:
-    """The same, whatever decides about them."""
+    """``reads``, with the reads of a `Choice` in place of the choice."""
     for read in reads:
         if isinstance(read, Choice):
             yield from flat(read.reads)
@@ -158,7 +158,7 @@ class Change(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """Of one that has blocks, what stands before the first."""
+    """The lines of a statement; of a statement with blocks, the lines before the first block."""
 
     lines: Lines
     conditions: tuple[Read, ...]  #: under which it runs
@@ -168,7 +168,7 @@ class Statement(NamedTuple):
 
 @dataclass
 class Reads:
-    """Of one function, or of a module's own lines."""
+    """The reads of one function, or of a module's own lines."""
 
     parameters: ast.arguments | None = None
     set_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable, or a path of attributes
@@ -185,7 +185,7 @@ class Reads:
     outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
 
     def statement_at(self, line: int) -> Statement | None:
-        """The statement that has a ``line``, but not in its blocks."""
+        """The statement that has a ``line`` outside of the statement's blocks."""
         return next((one for one in self.statements if one.lines.first <= line <= one.lines.last), None)
 
     def loop_at(self, line: int) -> Loop:
@@ -196,7 +196,7 @@ class Reads:
 
 @functools.lru_cache(maxsize=512)
 def reads_of(code: CodeType) -> Reads | None:
-    """What the function with this ``code`` reads; None where its source cannot be had."""
+    """The reads of the function with this ``code``; None if the source cannot be read."""
     node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
     if node is None:
         return None
@@ -393,7 +393,7 @@ class _Reader:
     # ---- what is read ------------------------------------------------------------------------------------------
 
     def expression(self, node: ast.expr) -> list[Read]:
-        """What the value of an expression is computed from."""
+        """The reads that the value of an expression is computed from."""
         is_test = isinstance(node, ast.IfExp | ast.BoolOp)
         self._tests += is_test
         read = self._read(node)
@@ -445,7 +445,7 @@ class _Reader:
                 return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
     def _bind_items(self, target: ast.expr, items: ast.expr) -> list[Read]:
-        """Set the variables of a loop; returns what it goes over is computed from."""
+        """Set the variables of a loop; returns the reads that its items are computed from."""
         match items, target:
             case (
                 ast.Call(func=ast.Name(id="zip"), args=parts),
@@ -465,7 +465,7 @@ class _Reader:
         return read
 
     def _items_of(self, node: ast.expr) -> list[Read]:
-        """What the items of a loop are computed from: of an object, what its `__iter__` returns."""
+        """The reads that the items of a loop are computed from: of an object, the result of its `__iter__`."""
         path = path_of(node)
         if path is None:
             return self.expression(node)
@@ -477,7 +477,7 @@ class _Reader:
         return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
     def _within_parts(self, parts: Sequence[ast.comprehension], results: Sequence[ast.expr]) -> list[Read]:
-        """What a comprehension is computed from, whose own variables are no others' of these names."""
+        """The reads that a comprehension is computed from; variables of the same names elsewhere are others."""
         read = [one for part in parts for one in self._items_of(part.iter)]
         for expression in (*(test for part in parts for test in part.ifs), *results):
             read += self.expression(expression)
@@ -522,7 +522,7 @@ class _Reader:
 
 
 def _all_of(call: ast.Call) -> Path | None:
-    """The object of which a call sets attributes by their names, as `setattr` and ``vars(x).update`` do."""
+    """The object whose attributes a call sets by name, such as `setattr` and ``vars(x).update``."""
     match call:
         case ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str() as name), _]):
             path = path_of(owner)
@@ -537,7 +537,7 @@ def _all_of(call: ast.Call) -> Path | None:
 
 
 def _text_part(node: ast.expr) -> str | Path | None:
-    """A part of an f-string: a text or a path; None for what is computed there."""
+    """A part of an f-string: a text or a path; None for a computed part."""
     match node:
         case ast.Constant(value=str() as text):
             return text
@@ -547,7 +547,7 @@ def _text_part(node: ast.expr) -> str | Path | None:
 
 
 def _asks_for_several_ranks(test: ast.expr) -> bool:
-    """Whether a test is of the number of ranks only, as that before something that only several ranks need."""
+    """Whether a test asks for the number of ranks only, such as the test before lines that only several ranks need."""
     match test:
         case ast.Compare(left=left, comparators=[ast.Constant()]):
             return "world_size" in ast.unparse(left).lower()
@@ -559,7 +559,7 @@ def _lines_of(node: ast.expr) -> Lines:
 
 
 def path_of(node: ast.expr) -> Path | None:
-    """The path that an expression is; None where it is another one."""
+    """The path of an expression; None for an expression that is no path."""
     attributes: list[str] = []
     while True:
         match node:
