@@ -1,6 +1,7 @@
 """The places that a training is computed from, as `training_inputs` finds them.
 
-A place is a variable of the script, or an attribute or an item of an object, that outlives a body."""
+A place is a variable of the script, or an attribute or an item of an object, that outlives a body.
+"""
 
 from __future__ import annotations
 
