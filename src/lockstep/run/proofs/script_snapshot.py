@@ -6,7 +6,8 @@
 
 Restored are variables of the script's functions and modules, attributes, items of containers, random generators, and
 tensors and arrays that are not large; in the objects themselves, so that all their holders see the restored values.
-Files, iterators, and state of packages outside of Python are not restored.
+Files, iterators, objects of Python's own classes but containers and generators, objects that threads share (they hold a
+lock, a queue or a thread), and state of packages outside of Python are not restored.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import numpy as np
 import torch
 
 from lockstep.run.metrics.progress_reporter import ProgressReporter
+from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import (
     SMALL,
+    is_foreign,
     is_plain,
     mark_of,
     parts_of,
@@ -37,7 +40,7 @@ from lockstep.run.source.reachable import (
     set_variables,
     variables_of,
 )
-from lockstep.run.source.script_functions import stands_between
+from lockstep.run.source.script_functions import is_ours, stands_between
 from lockstep.run.source.script_places import attributes_of
 
 _DEPTH: Final = 8
@@ -49,6 +52,8 @@ _ABSENT: Final = object()
 
 _Undo = Callable[[], object]
 _NUMBERS: Final = (int, float, np.number)
+#: Modules of locks, queues and threads.
+_OF_THREADS: Final = {"_thread", "threading", "queue", "_queue", "concurrent", "multiprocessing", "asyncio"}
 
 
 class ScriptSnapshot:
@@ -75,7 +80,7 @@ class ScriptSnapshot:
         waiting = deque((value, _DEPTH) for value in script_roots(frame).values())
         while waiting and len(self._seen) < most:
             value, left = waiting.popleft()
-            if id(value) not in self._seen:
+            if id(value) not in self._seen and not _is_left_alone(value):
                 self._note_all(value)
                 waiting.extend((part, left - 1) for _, part in (parts_of(value) if left else ()))
 
@@ -99,8 +104,22 @@ class ScriptSnapshot:
         if type(attributes := attributes_of(value)) is dict:
             self._note(attributes, _undo_dict)
         for each in kind.__mro__:
-            if each.__module__.partition(".")[0] not in ("builtins", "torch", "numpy"):
+            if not (each.__module__.partition(".")[0] in ("builtins", "torch") or is_foreign(each)):
                 self._note(each, _undo_class)
+
+
+def _is_left_alone(value: object) -> bool:
+    """Whether an object, with its contents, is not the script's alone, but Lockstep's, Python's or also a thread's."""
+    kind = type(value)
+    if isinstance(value, FunctionType):
+        return not is_script(value.__code__.co_filename)
+    if is_ours(value):
+        return True
+    if any(issubclass(kind, kinds) for kinds, _ in _KINDS):
+        return False
+    held = attributes_of(value)
+    shared = type(held) is dict and any(type(one).__module__.partition(".")[0] in _OF_THREADS for one in held.values())
+    return shared or is_foreign(kind)
 
 
 def _undo_dict(value: dict[Any, Any]) -> Iterator[_Undo]:

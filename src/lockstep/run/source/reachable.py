@@ -391,7 +391,7 @@ def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
             yield from ((f".parts[{number}]", part) for number, part in enumerate(_inside(value)))
     elif issubclass(kind, FunctionType):
         yield from _variables_of(value)
-    if not _is_foreign(kind.__module__) or issubclass(kind, _HOLDERS):
+    if not is_foreign(kind):
         yield from _attributes_of(value, kind)
 
 
@@ -433,6 +433,11 @@ def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
 def _is_variable(item: object) -> bool:
     kind = type(item)
     return kind in _NUMBERS or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, dict, list, set, deque))
+
+
+def is_foreign(kind: type) -> bool:
+    """Whether a class leads to all of the process, or its objects are no state of a script: of Python's own, say."""
+    return _is_foreign(kind.__module__) and not issubclass(kind, _HOLDERS)
 
 
 def _is_foreign(module: str) -> bool:
