@@ -888,55 +888,71 @@ METER = """
         def __init__(self): self.n, self.values = 0, []
         def update(self, value): self.n += 1; self.values.append(value)
 """
-REPORT = "\ndef report(run, number): run.log(number=number)\ndef ratio(part, whole): return part / whole"
-#: What is added up in the body, what is logged after the loop, and the place that is named.
-LOGGED = {
+REPORT = """
+def report(run, number): run.log(number=number)
+def ratio(part, whole): return part / whole
+def accuracy(run, model, batches):
+    right = 0
+    for x, y in run.evaluate(batches):
+        right += (model(x).argmax(1) == y).sum().item()
+    return right / 16
+"""
+#: What is added up in the body, what is told after the loop, and the place that is named.
+TOLD = {
     "count": ("seen += len(x)", "run.log(seen=seen)", "seen, which run.log(seen=...)"),
+    "print": ("seen += len(x)", "print(f'{seen / 16:.2f} of all')", "seen, which print(...)"),
+    "print of the leader": ("seen += len(x)", "if run.leads:\n    print(seen)", "seen, which print(...)"),
+    "logger": ("seen += len(x)", "logging.info('%s samples', seen)", "seen, which logging.info(...)"),
+    "file": ("seen += len(x)", "json.dump([seen], io.StringIO())", "seen, which json.dump(...)"),
+    "history": ("seen += len(x)", "history.append(seen)\nprint(history)", "seen, which print(...)"),
+    "report": ("seen += len(x)", "run.report(seen)", "seen, which run.report(...)"),
+    "in the body": ("seen += len(x)\nprint(seen)", "pass", "seen, which print(...)"),
     "ratio of counts": ("seen += len(x)", "run.log(part=ratio(seen, 16))", "seen, which run.log(part=...)"),
     "of an object": ("meter.update(1)", "run.log(count=meter.n)", "meter.n, which run.log(count=...)"),
     "length of a list": ("meter.update(1)", "run.log(count=len(meter.values))", "meter.values, which"),
     "by a function": ("seen += len(x)", "report(run, seen)", "seen, which run.log(number=...)"),
     "by another variable": ("seen += len(x)", "done = seen * 2\nrun.log(done=done)", "seen, which run.log(done=...)"),
-    "in an evaluation": (
-        "pass",
-        "for x, y in run.evaluate(batches):\n    seen += 1\nrun.log(seen=seen)",
-        "seen, which",
-    ),
+    "in an evaluation": ("pass", "for x, y in run.evaluate(batches):\n    seen += 1\nprint(seen)", "seen, which"),
+    "in a function": ("pass", "print(accuracy(run, model, batches))", "right, which print(...)"),
     "a dict": ("seen += len(x)", "run.log(**{'seen': seen})", "seen, which run.log(...)"),
 }
 NOT_PARTS = {
     "brought together": ("seen += len(x)", "run.log(seen=run.sum(seen))"),
-    "under the same name": ("seen += len(x)", "seen = run.sum(seen)\nrun.log(seen=seen)"),
-    "several at once": ("seen += len(x)", "seen, n = run.sum(torch.tensor([seen, 1])).tolist()\nrun.log(a=seen / n)"),
-    "by torch": ("total += len(x)", "if run.world_size > 1:\n    dist.all_reduce(total)\nrun.log(total=total.item())"),
-    "once a step": ("pass", "run.log(steps=steps)"),
-    "of the leader": ("seen += len(x)", "if run.leads:\n    run.log(seen=seen)"),
+    "under the same name": ("seen += len(x)", "seen = run.sum(seen)\nprint(seen)"),
+    "several at once": ("seen += len(x)", "seen, n = run.sum(torch.tensor([seen, 1])).tolist()\nprint(seen / n)"),
+    "by torch": ("total += len(x)", "if run.world_size > 1:\n    dist.all_reduce(total)\nprint(total.item())"),
+    "gathered": ("meter.update(1)", "values = run.gather(meter.values)\nprint(len(values))"),
+    "once a step": ("pass", "print(steps)"),
     "of each rank": ("seen += len(x)", "run.log(samples_per_s=seen / 2.0)"),
+    "of each rank, as it is called": ("local_seen += len(x)", "print(local_seen)"),
     "measured": ("run.measure(seen=1.0)", "run.log(seen=run.metrics['seen'])"),
-    "not logged": ("seen += len(x)\nmeter.update(1)", "print(seen, meter.n)"),
-    "best of passes": ("pass", "best = max(best, 1.0)\nrun.log(best=best)"),
+    "not told": ("seen += len(x)\nmeter.update(1)", "meter.update(seen)"),
+    "best of passes": ("pass", "best = max(best, 1.0)\nprint(best)"),
+    "of one micro-batch": ("print(x.mean(), y)", "pass"),
 }
 
 
 def logged(tmp_path, body, after):
-    setup = METER + REPORT.replace("\n", "\n    ") + "\n    import torch.distributed as dist"
-    before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = 0"
+    setup = (
+        METER + REPORT.replace("\n", "\n    ") + "\n    import io, json, logging\n    import torch.distributed as dist"
+    )
+    before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
     done = "if run.step(F.cross_entropy(model(x), y)):\n    steps += 1"
     play(tmp_path, f"{body}\n{done}", setup, before, after)
 
 
-@pytest.mark.parametrize("name", LOGGED)
-def test_what_a_rank_adds_up_alone_and_logs_is_told_once_on_one_rank_too(tmp_path, capfd, name):
-    body, after, place = LOGGED[name]
+@pytest.mark.parametrize("name", TOLD)
+def test_what_a_rank_adds_up_alone_and_tells_a_reader_is_said_once_on_one_rank_too(tmp_path, capfd, name):
+    body, after, place = TOLD[name]
     logged(tmp_path, body, after)
-    (line,) = (line for line in capfd.readouterr().err.splitlines() if "where there are more ranks" in line)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "each rank has its own micro-batches" in line)
     assert line.startswith(place)
 
 
 @pytest.mark.parametrize("name", NOT_PARTS)
 def test_what_is_of_all_ranks_or_logged_as_that_of_one_is_not(tmp_path, capfd, name):
     logged(tmp_path, *NOT_PARTS[name])
-    assert "where there are more ranks" not in capfd.readouterr().err
+    assert "each rank has its own micro-batches" not in capfd.readouterr().err
 
 
 def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.run.inputs.body_changes import BodyChanges, asks_step, is_of_items, reached_values
 from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
+from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.reachable import BUILTIN_METHODS, mark_of
 from lockstep.run.source.script_callees import (
     callees_of,
@@ -95,10 +96,18 @@ class InputFollower:
     Args:
         state: of the run.
         steps: the methods of `Run` whose arguments are followed.
+        is_of_reader: whether values are followed that the script tells a reader, by a print or a log.
     """
 
-    def __init__(self, state: State, steps: Collection[str] = ("step", "backward", "update")) -> None:
+    def __init__(
+        self,
+        state: State,
+        steps: Collection[str] = ("step", "backward", "update"),
+        *,
+        is_of_reader: bool = False,
+    ) -> None:
         self.steps: Final = steps
+        self.is_of_reader: Final = is_of_reader
         self.found: Final = TrainingInputs()
         self.kept: Final = [value.value if isinstance(value, PlainValue) else value for value in state.kept.values()]
         models = [*state.models, *(value for value in self.kept if isinstance(value, nn.Module))]
@@ -143,7 +152,7 @@ class InputFollower:
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
-                if given.kind in FOLLOWED and any(self._goes_over_pass(context, each) for each in read.items):
+                if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
                     counts = (
                         "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
                     )
@@ -191,7 +200,7 @@ class InputFollower:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
         if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
             made = context.reads.set_from.get(path.root, ())
-            if given.kind == "log" and _is_of_all_ranks(context, path, made):
+            if given.kind == "told" and _is_of_all_ranks(context, path, made):
                 return []
             attribute = path.attributes[0] if path.attributes else ""
             followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
@@ -481,6 +490,8 @@ class InputFollower:
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
+        if given.kind == "told" and is_of_rank(place.text.rpartition(".")[2]):
+            return
         if given.kind in FOLLOWED and not is_known:
             self.found.note(place, given.what)
             if given.what == _SAMPLE:
@@ -521,7 +532,7 @@ class InputFollower:
             if inner is None:
                 return False
             reads = tuple(inner.reads.returned)
-            if inner.code in self.running and given.kind == "log":
+            if inner.code in self.running and given.kind == "told":
                 self.take(self.running[inner.code], given._replace(reads=reads))
             if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:
                 # The value is the object, with all that this sets.

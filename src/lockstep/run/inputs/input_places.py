@@ -18,7 +18,7 @@ from lockstep.run.source.script_places import Held, Place, held
 from lockstep.run.source.source_reads import Read
 
 NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
-FOLLOWED: Final = NOTED | {"log"}  #: kinds of what is followed to the script's variables
+FOLLOWED: Final = NOTED | {"told"}  #: kinds of what is followed to the script's variables
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 #: Kinds of objects that are no state by themselves, or that the run has.
 STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
@@ -27,7 +27,7 @@ STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optim
 class Given(NamedTuple):
     """A value that the script gives to the run."""
 
-    kind: Literal["step", "write", "exit", "log", "registered", "loader", "seed"]  #: how: see `given_by`
+    kind: Literal["step", "write", "exit", "told", "registered", "loader", "seed"]  #: how: see `given_by`
     what: str  #: in the script's words
     where: str  #: a line of it
     reads: tuple[Read, ...] = ()  #: what it is computed from

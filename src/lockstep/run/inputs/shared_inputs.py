@@ -15,7 +15,7 @@ from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 from lockstep.run.inputs.input_places import TrainingInputs
-from lockstep.run.inputs.training_inputs import part_logged, training_inputs
+from lockstep.run.inputs.training_inputs import part_told, training_inputs
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import CACHES, Mark, script_frames, size_of
 from lockstep.run.source.script_places import Held, changed_since
@@ -52,7 +52,7 @@ class SharedInputs:
         self._state: Final = state
         self._several: Final = several
         self._say: Final = say
-        self._said: Final[set[str]] = set()
+        self._told_read: Final[set[tuple[tuple[CodeType, int], ...]]] = set()  # loops, by running functions and lines
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -83,20 +83,22 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
-            self.say_part_logged(sys._getframe())
+            self.say_part_told(sys._getframe())
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
 
-    def say_part_logged(self, frame: FrameType) -> None:
-        """Say once which value, logged after the loop around ``frame``, is added up by this rank alone."""
-        part = part_logged(frame, self._state)
-        if part and part not in self._said:
-            self._said.add(part)
+    def say_part_told(self, frame: FrameType) -> None:
+        """Say once which value, told to a reader in or after the loop around ``frame``, this rank adds up alone."""
+        loop = tuple((each.f_code, each.f_lineno) for each in script_frames(frame))
+        if loop in self._told_read:
+            return
+        self._told_read.add(loop)
+        if part := part_told(frame, self._state):
             self._say(
-                f"{part}: a rank has fewer micro-batches where there are more ranks. Log run.sum(...) of it, or give "
-                "run.measure(...) the values in the loop; what is one rank's own on purpose is logged under "
-                "`if run.leads:`"
+                f"{part}: each rank has its own micro-batches, fewer where there are more ranks. Bring the parts of "
+                "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
+                "`local` in a name says that a value is one rank's own"
             )
 
     def held(self) -> Held:

@@ -54,7 +54,12 @@ _PARTS: Final = {
 }
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
-_ASKS_RANK: Final = {("leads",), ("rank",)}
+#: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
+_TELLS: Final = {
+    *("print", "write", "writerow", "dump", "dumps", "debug", "info", "warning", "error", "critical"),
+    *("log", "say", "report", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
+    *("set_postfix", "set_postfix_str", "set_description"),
+}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 
 
@@ -113,18 +118,17 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
     return _carried_into("step", frame, InputFollower(state, steps={"measure"}))
 
 
-def part_logged(frame: FrameType | None, state: State) -> str:
-    """The first place that bodies add up and a value logged after the loop depends on, in words; "" as above.
+def part_told(frame: FrameType | None, state: State) -> str:
+    """The first place that bodies add up and something told to a reader depends on, in words; "" as above.
 
-    for x in run.train(batches):
-        seen += len(x)                                  this rank's samples: half of them on two ranks
-        run.step(loss(x))
-    run.log(seen=seen)
+    for x, y in run.evaluate(test):
+        correct += (model(x).argmax(1) == y).sum()      this rank's samples: half of them on two ranks
+    print(correct / len(test))
     """
-    return _carried_into("log", frame, InputFollower(state, steps={"log"}))
+    return _carried_into("told", frame, InputFollower(state, (), is_of_reader=True))
 
 
-def _carried_into(kind: Literal["step", "log"], frame: FrameType | None, follower: InputFollower) -> str:
+def _carried_into(kind: Literal["step", "told"], frame: FrameType | None, follower: InputFollower) -> str:
     try:
         contexts = list(running_functions(frame, LineCalls()))
         of_loop = next((number for number, context in enumerate(contexts) if not context.is_between), len(contexts))
@@ -132,7 +136,7 @@ def _carried_into(kind: Literal["step", "log"], frame: FrameType | None, followe
         for context in inner:
             context.in_body = True
         follower.running.update((context.code, context) for context in inner)
-        for context in contexts if kind == "log" else inner:
+        for context in contexts if kind == "told" else inner:
             follower.enter(context)
             for given in given_by(follower, context):
                 if given.kind == kind:
@@ -189,7 +193,7 @@ def given_by(follower: InputFollower, context: Context) -> list[Given]:
     """The values that a function gives to the run, itself or by the functions that it calls.
 
     To `Run.step` ("step"), by a change of a trained object ("write"), when objects are made known to the run
-    ("registered", "loader"), as a metric that is logged after the loop ("log"), or to a function that seeds ("seed").
+    ("registered", "loader"), to a function that seeds ("seed"), or to a reader ("told", if the follower is of these).
     """
     found: list[Given] = []
     file = PurePath(context.code.co_filename).name
@@ -217,13 +221,13 @@ def _given_in(
     method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
     owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
+    is_told = follower.is_of_reader and (method or what[:-5]) in _TELLS
+    if is_told and not callees_of(context, call):  # else the script's own function tells
+        for name, part in (*(("", one) for one in call.arguments), *call.keywords):
+            if not is_of_rank(name):
+                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, part)
     if is_run(owner):
-        if method == "log" and method in follower.steps:
-            if not (context.covers(call.line) or _is_leaders(context, conditions)):
-                for name, part in call.keywords:
-                    if not is_of_rank(name):
-                        yield Given("log", f"{what[:-4]}{name}=...)" if name else what, where, part)
-        elif method in follower.steps:
+        if method in follower.steps:
             hooks = Lines(call.line, call.line)
             yield Given("step", what, where, (*call.every, *conditions, hooks))
         elif method in _REGISTERS:
@@ -272,12 +276,6 @@ def _given_in(
                 needed = []
                 follower.take(inner, end, needed)
                 yield end._replace(reads=(*needed, *conditions))
-
-
-def _is_leaders(context: Context, conditions: Iterable[Read]) -> bool:
-    """Whether ``conditions`` ask for the rank."""
-    paths = (read for read in conditions if isinstance(read, Path) and read.attributes[-1:] in _ASKS_RANK)
-    return any(is_run(context.value_of(path.owner)) for path in paths)
 
 
 def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> bool:

@@ -165,7 +165,7 @@ class EvaluationLoop:
                 "have others. Measure each batch by itself; collect what is needed of all in a list, and give that to "
                 "run.gather(...) after the loop. Run(replay=False) leaves this check out"
             )
-        self._context.inputs.say_part_logged(sys._getframe())
+        self._context.inputs.say_part_told(sys._getframe())
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[EvaluationBuffers]:

@@ -53,7 +53,7 @@ class TrainingLoop:
         self._metrics: Final = context.metrics
         self._carried: Final = context.carried
         self._save_stop: Final = context.save_stop
-        self._replay_effects: Final = ReplayEffects(context.reporter if context.group.size > 1 else None)
+        self._replay_effects: Final = ReplayEffects()
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._series: Final = ReplaySeries(context, train_step, self._handing_out)

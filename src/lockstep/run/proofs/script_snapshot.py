@@ -12,7 +12,6 @@ lock, a queue or a thread), and state of packages outside of Python are not rest
 
 from __future__ import annotations
 
-import dis
 import itertools
 import math
 import random
@@ -20,14 +19,13 @@ import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, partial
-from types import CellType, CodeType, FrameType, FunctionType, MemberDescriptorType
+from functools import partial
+from types import CellType, FrameType, FunctionType, MemberDescriptorType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from lockstep.run.metrics.progress_reporter import ProgressReporter
 from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import (
     SMALL,
@@ -51,7 +49,6 @@ _LARGEST_OFTEN: Final = 1 << 16
 _ABSENT: Final = object()
 
 _Undo = Callable[[], object]
-_NUMBERS: Final = (int, float, np.number)
 #: Modules of locks, queues and threads.
 _OF_THREADS: Final = {"_thread", "threading", "queue", "_queue", "concurrent", "multiprocessing", "asyncio"}
 
@@ -240,69 +237,26 @@ class ReplayEffects:
         after it            running 2.8     a list of 4     meter.count 16
 
     Objects of a function or a class that stands between the loop and its items, such as a buffer of items, are left
-    alone: items have come and gone meanwhile. On several ranks each rank adds up over its own micro-batches, which the
-    user is told: no other rank and no checkpoint has these sums.
-
-    Args:
-        reporter: tells the user once that each rank adds up over its own micro-batches; None on one rank.
+    alone: items have come and gone meanwhile.
     """
 
-    def __init__(self, reporter: ProgressReporter | None) -> None:
-        self._reporter = reporter
+    def __init__(self) -> None:
         self._before: ScriptSnapshot | None = None
-        self._sums: list[tuple[FrameType, str, object]] = []  # numbers, and copies of tensors of one number
 
     def begin_replay(self, skip: Iterable[object]) -> None:
         """Note what the script holds before a replay is handed out, but for the contents of ``skip``."""
-        if self._before is not None:
-            return
-        frames = script_frames(sys._getframe())
-        between = itertools.takewhile(stands_between, frames)
-        left_alone = [*skip, *(value for frame in between for value in variables_of(frame).values())]
-        self._before = ScriptSnapshot(sys._getframe(), map(id, left_alone), most=_MOST_OFTEN, largest=_LARGEST_OFTEN)
-        if self._reporter is not None:
-            self._sums = [
-                (frame, name, value.clone() if isinstance(value, torch.Tensor) else value)
-                for frame in frames
-                for name, value in variables_of(frame).items()
-                if name in _augmented(frame.f_code) and _is_sum(value)
-            ]
+        if self._before is None:
+            between = itertools.takewhile(stands_between, script_frames(sys._getframe()))
+            left_alone = [*skip, *(value for frame in between for value in variables_of(frame).values())]
+            ids = map(id, left_alone)
+            self._before = ScriptSnapshot(sys._getframe(), ids, most=_MOST_OFTEN, largest=_LARGEST_OFTEN)
 
     def end_replays(self) -> None:
         """Remove what replays have changed, before another micro-batch is handed out."""
         before, self._before = self._before, None
-        if before is None:
-            return
-        names = [name for frame, name, was in self._sums if variables_of(frame).get(name) != was]
-        before.restore()
-        self._sums = []
-        if names and self._reporter is not None:
-            self._reporter.say(
-                f"the loop's body adds up {', '.join(names[:4])}: each rank over its own micro-batches alone, and in "
-                "no checkpoint; run.measure(...) gives means over all ranks"
-            )
-            self._reporter = None
+        if before is not None:
+            before.restore()
 
     def forget(self) -> None:
         """Leave the loop, perhaps in a replay: changes by its body stay."""
-        self._before, self._sums = None, []
-
-
-def _is_sum(value: object) -> bool:
-    is_tensor = type(value) is torch.Tensor and value.numel() == 1 and not value.requires_grad
-    return is_tensor or isinstance(value, _NUMBERS)
-
-
-@cache
-def _augmented(code: CodeType) -> frozenset[str]:
-    """The variables that ``code`` changes by ``+=`` and its like."""
-    names = set()
-    is_augmented = False
-    for step in dis.get_instructions(code):
-        if step.opname == "BINARY_OP":
-            is_augmented = step.argrepr.endswith("=")
-        elif step.opname.startswith("STORE_"):
-            if is_augmented and step.opname in ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF"):
-                names.add(step.argval)
-            is_augmented = False
-    return frozenset(names)
+        self._before = None
