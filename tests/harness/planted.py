@@ -237,10 +237,18 @@ FAULTS: dict[str, Planted] = {
     "rank_in_the_seed": Planted(
         RANKS, "", {"before": "shift = 0.01 * run.rank  # here", "loss": "loss = loss * (1 + shift)"}
     ),
+    # Where a script asks for the number of ranks by its name, a run refuses that at its start.
     "rate_by_ranks": Planted(
-        RANKS, "lr", exchanged=(("lr=0.05, momentum=0.9))", "lr=0.05 * run.world_size, momentum=0.9))  # here"),)
+        RANKS,
+        "lr",
+        {"top": "COUNT = int(os.environ.get('WORLD' + '_SIZE', '1'))  # here"},
+        exchanged=(("lr=0.05,", "lr=0.05 * COUNT,"),),
     ),
-    "loss_by_ranks": Planted(RANKS, "", {"loss": "loss = loss / run.world_size  # here"}),
+    "loss_by_ranks": Planted(
+        RANKS,
+        "",
+        {"top": "COUNT = int(os.environ.get('WORLD' + '_SIZE', '1'))  # here", "loss": "loss = loss / COUNT"},
+    ),
     "rank_in_the_environment": Planted(
         RANKS, "loss", {"loss": "loss = loss * (1 + int(os.environ.get('RANK', '0')))  # here"}
     ),

@@ -131,6 +131,8 @@ def _of_variables(evidence: Evidence, source: ScriptSource) -> Reason | None:
             "resume": "no checkpoint holds it: give it to run.keep(...), or compute it from run.progress",
             "workers": "loader processes have copies of their own of it",
         }.get(evidence.way.varies, "the body changes it, and each rank has only some of the bodies")
+        if evidence.way.varies == "ranks" and not (place.step or place.micro_batch):  # before any body
+            why = "it depends on a rank or on the number of ranks"
         return Reason(f"{path}{values}: {why}", line)
     return None
 
