@@ -458,14 +458,14 @@ def test_on_one_rank_what_a_script_adds_up_is_that_of_a_plain_loop(micro_batch):
     *with_replays, said, meters = summed(True, micro_batch)
     assert [*with_replays, "", meters] == list(summed(False, micro_batch))
     assert with_replays[1] == 48
-    assert said.startswith("total, which print(...) is computed from, is changed in line ")
+    assert said.startswith("total, which print(...) is computed from, is changed by the loop's body in line ")
 
 
 def test_on_several_ranks_what_each_adds_up_is_said():
     (ranks,) = on_world(2, [(summed, True, 2)])
     for _, seen, _, _, said, _ in ranks:
         assert seen == 24
-        assert said.startswith("total, which print(...) is computed from, is changed in line ")
+        assert said.startswith("total, which print(...) is computed from, is changed by the loop's body in line ")
 
 
 def guarded(replay, micro_batch):

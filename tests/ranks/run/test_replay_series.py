@@ -2,13 +2,17 @@
 
 import collections
 import contextlib
+import csv
 import functools
 import heapq
 import itertools
 import logging
+import queue
 import random
 import struct
 import sys
+import tempfile
+import threading
 from array import array
 from types import SimpleNamespace
 
@@ -458,3 +462,150 @@ def test_a_snapshot_puts_back_variables_of_functions_and_what_closures_share():
         assert count == 1
         snapshot.restore()
     assert count == 0
+
+
+class Fixed(list):
+    """A list of a class of the script that refuses to be emptied."""
+
+    def clear(self):
+        raise AssertionError("the snapshot runs the script's code")
+
+    extend = clear
+
+
+class Counted:
+    calls = 0
+
+    @property
+    def value(self):
+        raise AssertionError("the snapshot runs the script's code")
+
+    def __getattr__(self, name):
+        raise AssertionError(f"the snapshot asks for {name}")
+
+
+class Opens:
+    """Opens a file or starts a thread at its first use."""
+
+    def __init__(self):
+        self.file, self.thread, self.lines = None, None, 0
+
+    def use(self):
+        if self.file is None:
+            self.file = tempfile.TemporaryFile("w")  # noqa: SIM115 - as such a logger does
+            self.writer = csv.writer(self.file)
+        self.writer.writerow([self.lines])
+        self.lines += 1
+
+
+def test_a_snapshot_runs_no_code_of_the_script_and_keeps_orders():
+    fixed, counted, stray = Fixed([1]), Counted(), Slotted.__new__(Slotted)
+    ordered = collections.OrderedDict.fromkeys("abc")
+    plain = dict.fromkeys("abc")
+    numbers = {0, 64, 5}
+    order = list(numbers)
+    snapshot = ScriptSnapshot(sys._getframe(), ())
+    fixed.append(2)
+    counted.own, Counted.calls, Counted.added = 1, 7, 8
+    stray.value = 3
+    ordered.move_to_end("a")
+    del ordered["b"]
+    plain["a"] = plain.pop("a")
+    snapshot.restore()
+    assert (list(fixed), list(ordered), list(plain), list(numbers)) == ([1], ["a", "b", "c"], ["a", "b", "c"], order)
+    assert (vars(counted), Counted.calls, "added" in vars(Counted), hasattr(stray, "value")) == ({}, 0, False, False)
+    assert ordered.popitem() == ("c", None)
+
+
+def test_a_snapshot_puts_back_modules_of_torch_and_tensors_that_have_grown():
+    module, grown = nn.BatchNorm1d(2), torch.zeros(2)
+    module.seen, module.running_max = 0, torch.zeros(1)
+    snapshot = ScriptSnapshot(sys._getframe(), ())
+    module(torch.ones(3, 2))
+    module.seen, module.running_max, module.extra = 4, torch.ones(1), 5
+    module.register_buffer("more", torch.ones(1))
+    grown.data = torch.ones(3)
+    snapshot.restore()
+    assert (module.seen, module.running_max.item(), module.num_batches_tracked.item()) == (0, 0.0, 0)
+    assert not hasattr(module, "extra")
+    assert not hasattr(module, "more")
+    assert grown.tolist() == [0.0, 0.0]
+
+
+def test_a_snapshot_leaves_alone_what_threads_share_and_what_cannot_be_read():
+    waiting, event, seen = queue.Queue(), threading.Event(), []
+    view, system, large, read_only = memoryview(bytearray(4)), random.SystemRandom(), [0] * 100, memoryview(b"abcd")
+    view.release()
+    strided = memoryview(bytearray(8))[::2]
+    ahead = itertools.cycle([1, 2, 3])
+    next(ahead)
+    snapshot = ScriptSnapshot(sys._getframe(), (), most_bytes=80)
+    waiting.put(1)
+    event.set()
+    seen.append(1)
+    large.append(1)
+    next(ahead)
+    snapshot.restore()
+    assert (waiting.qsize(), waiting.unfinished_tasks, event.is_set(), seen) == (1, 1, True, [])
+    assert len(large) == 100, "a list that is too long to be copied is cut"
+    assert next(ahead) == 3
+    assert (system.random() < 1, bytes(strided), read_only.tobytes()) == (True, bytes(4), b"abcd")
+
+
+def test_what_a_body_opens_at_its_first_use_stays_open():
+    opens, numbers = Opens(), []
+    snapshot = ScriptSnapshot(sys._getframe(), ())
+    opens.use()
+    numbers.append(1)
+    snapshot.restore()
+    assert (opens.lines, numbers) == (0, [])
+    opens.use()
+    opens.file.close()
+
+
+def preallocated(replay):
+    losses, at = np.zeros(8), 0
+    with Run(seed=0, replay=replay) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=4)):
+                loss = F.cross_entropy(model(x), y)
+                losses[at] = loss.item()
+                at += 1
+                run.step(loss)
+    return losses.tolist(), state_hash(model)
+
+
+def test_an_array_for_as_many_bodies_as_there_are_ends_a_series():
+    assert preallocated(True) == preallocated(False)
+
+
+#: Names by which a script may hold the generators that a run seeds for each micro-batch.
+GLOBAL = {
+    "random": lambda: random.random,
+    "numpy": lambda: np.random.mtrand._rand.random,
+    "torch": functools.partial(lambda generator: lambda: torch.rand(1, generator=generator), torch.default_generator),
+}
+
+
+def draws_by(name, replay=True, micro_batch=4):
+    draw, seen = GLOBAL[name](), []
+    held = getattr(draw, "__self__", None)  # the generator is in a variable
+    with Run(seed=0, replay=replay, check_every=1) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=micro_batch)):
+                factor = draw()
+                seen.append((float(factor), held is None))
+                run.step(F.cross_entropy(model(x) * factor, y))
+    return state_hash(model)
+
+
+@pytest.mark.parametrize("name", GLOBAL)
+def test_a_generator_that_the_run_seeds_is_as_seeded_after_replays(name):
+    assert draws_by(name) == draws_by(name, replay=False)
+    assert draws_by(name, micro_batch=16) == draws_by(name, replay=False, micro_batch=16)
+    (ranks,) = on_world(2, [(draws_by, name)])
+    assert ranks == [draws_by(name)] * 2

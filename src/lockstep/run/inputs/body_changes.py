@@ -10,6 +10,7 @@ What `Run.step` decides, by being asked whether a step is done, is changed once 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from types import FunctionType
@@ -20,9 +21,9 @@ import torch
 
 from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, mark_of
-from lockstep.run.source.script_functions import Context, is_of, is_ours
+from lockstep.run.source.script_functions import Context, is_of, is_ours, is_run
 from lockstep.run.source.script_places import Place
-from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Path, Read, Text, Use
+from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Path, Read, Text, Use, flat
 
 _STEPS: Final = (("step",), ("update",), ("backward",))
 _OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))
@@ -38,6 +39,9 @@ _SETS_ANEW: Final = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_"
 _SETS_NOTHING: Final = {"requires_grad_", "retain_grad_", "share_memory_", "resize_", "detach_"}
 #: Modules, and functions of them, that change the first thing that they are given.
 _CHANGE_FIRST: Final = {"heapq", "heappush", "heappop", "heapreplace", "heappushpop", "bisect", "insort", "setitem"}
+#: Methods of `Run` that bring together what each rank gives, and names of functions of other libraries that do.
+OF_EACH_RANK: Final = {"sum", "mean", "gather"}
+_MEETS: Final = re.compile(r"all_?(reduce|gather)|(gather|broadcast)_object|synchroni[sz]e")
 _SEEDS: Final = {"seed", "manual_seed", "set_state", "setstate"}
 _LOOKS: Final = {"get_state", "getstate", "initial_seed"}
 
@@ -203,6 +207,31 @@ def is_of_items(context: Context, reads: Iterable[Read]) -> bool:
     changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
     reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh)}
     return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
+
+
+def is_of_all_ranks(context: Context, reads: Iterable[Read]) -> bool:
+    """Whether ``reads`` hold a call that brings together what ranks have: `n = run.sum(n)`."""
+    waiting = list(flat(reads))
+    while waiting:
+        read = waiting.pop()
+        if isinstance(read, Call):
+            if meets(context, read):
+                return True
+            waiting += flat((*read.function, *read.every))
+    return False
+
+
+def is_given_to_all(context: Context, name: str) -> bool:
+    """Whether a variable is given to a call that brings together what ranks have: `dist.all_reduce(n)`."""
+    calls = (use.read for use in context.reads.uses if use.read is not None and meets(context, use.read))
+    return any(isinstance(each, Path) and each.root == name for call in calls for each in call.every)
+
+
+def meets(context: Context, call: Call) -> bool:
+    """Whether a call brings together what ranks have: by `Run`, torch or another library."""
+    path = call.function[0] if len(call.function) == 1 else None
+    is_runs = isinstance(path, Path) and bool(path.attributes) and is_run(context.value_of(path.owner))
+    return call.method in OF_EACH_RANK if is_runs else _MEETS.search(call.method) is not None
 
 
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:

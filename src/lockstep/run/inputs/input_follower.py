@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import functools
 import inspect
-import re
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +19,15 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.run.inputs.body_changes import BodyChanges, asks_step, is_of_items, reached_values
+from lockstep.run.inputs.body_changes import (
+    OF_EACH_RANK,
+    BodyChanges,
+    asks_step,
+    is_given_to_all,
+    is_of_all_ranks,
+    is_of_items,
+    reached_values,
+)
 from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.reachable import BUILTIN_METHODS, mark_of
@@ -54,7 +61,6 @@ from lockstep.run.source.source_reads import (
     Path,
     Read,
     Text,
-    flat,
     is_key,
     reads_of,
 )
@@ -64,9 +70,6 @@ from lockstep.run.state.user_values import PlainValue
 _DEEPEST: Final = 12  # calls within calls
 _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
-#: Of what each rank gives.
-_OF_EACH_RANK: Final = {"sum", "mean", "gather"}
-_MEETS: Final = re.compile("reduce|gather|broadcast")  # in the name of a function of torch or of another library
 _SAMPLE: Final = "a sample"
 _LATER_SAMPLE: Final = "a sample of a later pass"
 UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
@@ -200,7 +203,7 @@ class InputFollower:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
         if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
             made = context.reads.set_from.get(path.root, ())
-            if given.kind == "told" and _is_of_all_ranks(context, path, made):
+            if given.kind == "told" and (is_of_all_ranks(context, made) or is_given_to_all(context, path.root)):
                 return []
             attribute = path.attributes[0] if path.attributes else ""
             followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
@@ -281,7 +284,7 @@ class InputFollower:
         Where each rank gives its own last micro-batch, other numbers of ranks have other values: that is noted.
         """
         is_of_body = given.kind in NOTED and context.covers(call.line)
-        if path.attributes[-1] in _OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
+        if path.attributes[-1] in OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
             self._note_carried(
                 f"{given.what} is computed from {path.text}(...) of each rank's last micro-batch, and other numbers of "
                 "ranks have other ones (run.measure(...) is of all samples of a step, in run.metrics afterwards)"
@@ -542,21 +545,6 @@ class InputFollower:
                 reads = tuple(read for change in sets for read in (*change.value, *change.conditions))
             self.take(inner, given._replace(reads=reads), outward)
         return True
-
-
-def _is_of_all_ranks(context: Context, path: Path, made: Iterable[Read]) -> bool:
-    """Whether a variable holds what ranks have brought together: `n = run.sum(n)`, `dist.all_reduce(n)`."""
-    waiting = list(flat(made))
-    while waiting:
-        read = waiting.pop()
-        if isinstance(read, Call):
-            name = read.function[0] if len(read.function) == 1 else None
-            is_met = isinstance(name, Path) and bool(name.attributes) and name.attributes[-1] in _OF_EACH_RANK
-            if is_met and isinstance(name, Path) and is_run(context.value_of(name.owner)):
-                return True
-            waiting += flat((*read.function, *read.every))
-    given = (use.read for use in context.reads.uses if use.read is not None and _MEETS.search(use.read.method))
-    return any(isinstance(each, Path) and each.root == path.root for call in given for each in call.every)
 
 
 def _is_registered(module: object, name: str) -> bool:

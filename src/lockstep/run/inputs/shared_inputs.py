@@ -10,14 +10,15 @@ hold, what was the same on all of them when it was seen first, and what no body 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
 from lockstep.run.inputs.input_places import TrainingInputs
-from lockstep.run.inputs.training_inputs import part_told, training_inputs
+from lockstep.run.inputs.told_parts import part_told
+from lockstep.run.inputs.training_inputs import training_inputs
 from lockstep.run.source.line_calls import LineCalls
-from lockstep.run.source.reachable import CACHES, Mark, script_frames, size_of
+from lockstep.run.source.reachable import CACHES, Mark, changed, look, script_frames, script_roots, size_of
 from lockstep.run.source.script_places import Held, changed_since
 from lockstep.run.state.registered import State
 
@@ -52,6 +53,7 @@ class SharedInputs:
         self._state: Final = state
         self._several: Final = several
         self._say: Final = say
+        self._before_body: Mapping[str, Mark] | None = None
         self._told_read: Final[set[tuple[tuple[CodeType, int], ...]]] = set()  # loops, by running functions and lines
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
@@ -83,23 +85,29 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
-            self.say_part_told(sys._getframe())
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
 
-    def say_part_told(self, frame: FrameType) -> None:
-        """Say once which value, told to a reader in or after the loop around ``frame``, this rank adds up alone."""
+    def body_begins(self, frame: FrameType) -> None:
+        """Look at what the script holds before a body, unless that is done for the loop around ``frame``."""
         loop = tuple((each.f_code, each.f_lineno) for each in script_frames(frame))
-        if loop in self._told_read:
-            return
-        self._told_read.add(loop)
-        if part := part_told(frame, self._state):
+        if self._before_body is None and loop not in self._told_read:
+            self._told_read.add(loop)
+            self._before_body = self._look(frame)
+
+    def body_ended(self, frame: FrameType) -> None:
+        """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked."""
+        before, self._before_body = self._before_body, None
+        if before is not None and (part := part_told(frame, self._state, changed(before, self._look(frame)))):
             self._say(
                 f"{part}: each rank has its own micro-batches, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
                 "`local` in a name says that a value is one rank's own"
             )
+
+    def _look(self, frame: FrameType) -> Mapping[str, Mark]:
+        return look(script_roots(frame), skip={id(one) for one in (*self._state.models, *self._state.optimizers)})
 
     def held(self) -> Held:
         """The values of the inputs now, in a body."""
@@ -129,7 +137,7 @@ class SharedInputs:
             functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}
             codes = tuple(frame.f_code for frame in self._frames)
             self._known[codes] = self._inputs.rebound(lambda owner: functions.get(id(owner), owner))
-        self._inputs, self._frames, self._began = None, [], {}
+        self._inputs, self._frames, self._began, self._before_body = None, [], {}, None
         self.calls.forget()
 
     def _note_first(self, inputs: TrainingInputs) -> None:

@@ -15,10 +15,10 @@ No code of the script is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import PurePath
 from types import FrameType
-from typing import Final, Literal
+from typing import Final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -115,39 +115,27 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
         frame: from which on outward the script's functions are running.
         state: of the run.
     """
-    return _carried_into("step", frame, InputFollower(state, steps={"measure"}))
-
-
-def part_told(frame: FrameType | None, state: State) -> str:
-    """The first place that bodies add up and something told to a reader depends on, in words; "" as above.
-
-    for x, y in run.evaluate(test):
-        correct += (model(x).argmax(1) == y).sum()      this rank's samples: half of them on two ranks
-    print(correct / len(test))
-    """
-    return _carried_into("told", frame, InputFollower(state, (), is_of_reader=True))
-
-
-def _carried_into(kind: Literal["step", "told"], frame: FrameType | None, follower: InputFollower) -> str:
+    follower = InputFollower(state, steps={"measure"})
     try:
-        contexts = list(running_functions(frame, LineCalls()))
-        of_loop = next((number for number, context in enumerate(contexts) if not context.is_between), len(contexts))
-        inner = contexts[: of_loop + 1]
-        for context in inner:
-            context.in_body = True
-        follower.running.update((context.code, context) for context in inner)
-        for context in contexts if kind == "told" else inner:
+        for context in functions_of_loop(list(running_functions(frame, LineCalls()))):
             follower.enter(context)
             for given in given_by(follower, context):
-                if given.kind == kind:
+                if given.kind == "step":
                     follower.take(context, given)
-        for context in inner:
             follower.find_carried(context)
         follower.follow_changes()
         follower.find_carried_within(always=True)
-    except Exception:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
+    except Exception:  # noqa: BLE001 - what only looks on ends no evaluation
         return ""
     return follower.found.carried
+
+
+def functions_of_loop(contexts: Sequence[Context]) -> Sequence[Context]:
+    """The function with the loop, and those that stand between the loop and its items, from inside out."""
+    loop = next((number for number, context in enumerate(contexts) if not context.is_between), len(contexts))
+    for context in contexts[: loop + 1]:
+        context.in_body = True
+    return contexts[: loop + 1]
 
 
 def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None:

@@ -144,8 +144,11 @@ class EvaluationLoop:
                 seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.set_phase("evaluate")
                 self._train_step.say_put_back(context.kernels.pin_threads())
+                if number == 0 and context.settings.replay:
+                    context.inputs.body_begins(sys._getframe())
                 with torch.no_grad(), context.precision.forward():
                     yield data
+                context.inputs.body_ended(sys._getframe())
                 context.kernels.require_threads("the body of an evaluation")
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
@@ -165,7 +168,6 @@ class EvaluationLoop:
                 "have others. Measure each batch by itself; collect what is needed of all in a list, and give that to "
                 "run.gather(...) after the loop. Run(replay=False) leaves this check out"
             )
-        self._context.inputs.say_part_told(sys._getframe())
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[EvaluationBuffers]:

@@ -404,15 +404,17 @@ class TrainingLoop:
                 self._train_step.transcript.note_samples(replays.play, position, data)
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)
-        seed_generators(seed_of(context.settings.seed, "step", step, position.index))
-        context.marker.set_phase("forward")
         if position.is_replay:
             state = self._state
+            context.inputs.body_begins(sys._getframe())
             self._replay_effects.begin_replay([*state.models, *state.optimizers, *state.sample_sources])
             self._state.beside.begin_replay()
         else:
+            context.inputs.body_ended(sys._getframe())
             self._state.beside.end_replays()
             self._replay_effects.end_replays()
+        seed_generators(seed_of(context.settings.seed, "step", step, position.index))
+        context.marker.set_phase("forward")
         with context.precision.forward():
             yield current
         self._metrics.require_ended("evaluate")

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dis
 import inspect
 import io
 import itertools
@@ -148,6 +149,8 @@ class ReplaySeries:
                 except (LockstepError, GeneratorExit):
                     raise
                 except Exception as error:
+                    if _finds_no_room(error):
+                        break
                     ended = "its loop was left" if isinstance(error, LeftLoop) else f"the body raised {error!r}"
                     place = place_of(position.index, position.of, step)
                     raise ReplayError(ended, place, after=number).naming(()) from error
@@ -194,6 +197,15 @@ def _without(owner: object, name: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, function)
+
+
+def _finds_no_room(error: BaseException) -> bool:
+    """Whether a body has written behind the end of a list or an array that the script has made for its own bodies."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    is_write = trace is not None and trace.tb_frame.f_code.co_code[trace.tb_lasti] == dis.opmap["STORE_SUBSCR"]
+    return isinstance(error, IndexError) and is_write
 
 
 class LeftLoop(Exception):

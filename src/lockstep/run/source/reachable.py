@@ -97,7 +97,7 @@ _HOLDERS: Final = (
 #: Where `torch.nn.Module` has its parts, which users know by the names within.
 MODULE_PARTS: Final = ("_parameters", "_buffers", "_modules")
 #: Iterators of Python's own, which tell how far they are and what they go over, but not by attributes.
-_ITERATORS: Final[tuple[type, ...]] = (
+ITERATORS: Final[tuple[type, ...]] = (
     *(kind for kind in vars(itertools).values() if isinstance(kind, type)),
     *(enumerate, filter, map, reversed, zip, type(iter(int, 0))),
     *(type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(1 << 64))), type(reversed([]))),
@@ -326,7 +326,7 @@ def _numbers_in(value: object) -> object:
     """The numbers in nested tuples, and the positions of iterators, each in its place."""
     if isinstance(value, tuple):
         return [_numbers_in(item) for item in value[:_MOST_ITEMS]]
-    if hasattr(type(value), "__length_hint__") and isinstance(value, _ITERATORS):
+    if hasattr(type(value), "__length_hint__") and isinstance(value, ITERATORS):
         return operator.length_hint(value)
     return value if type(value) in _NUMBERS else None
 
@@ -341,7 +341,7 @@ _SEEN: Final[tuple[tuple[Any, int, Callable[[Any], object]], ...]] = (
     (np.generic, 1, lambda value: value.tobytes()),
     ((Decimal, Fraction, date, time, timedelta, UUID, PurePath), 1, repr),
     (Enum, 1, lambda value: value.name),
-    (_ITERATORS, 1, _steps_of),
+    (ITERATORS, 1, _steps_of),
     (BUILTIN_METHODS, 1, lambda value: _seen_of(value.__self__)),  # such as of `itertools.count`
     (Synchronized, 1, lambda value: repr(value.value)),
     (ContextVar, 1, lambda value: _seen_of(value.get(None))),
@@ -386,7 +386,7 @@ def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
         yield ".gi_yieldfrom", value.gi_yieldfrom
     elif issubclass(kind, functools.partial):
         yield from ((".func", value.func), (".args", value.args), (".keywords", value.keywords))
-    elif issubclass(kind, _ITERATORS):
+    elif issubclass(kind, ITERATORS):
         if not hasattr(kind, "__length_hint__"):
             yield from ((f".parts[{number}]", part) for number, part in enumerate(_inside(value)))
     elif issubclass(kind, FunctionType):

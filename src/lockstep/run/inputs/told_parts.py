@@ -1,0 +1,86 @@
+"""Values that a script tells a reader, by a print or a log, and that one rank has made of its own micro-batches.
+
+    for x, y in run.evaluate(test):
+        correct += (model(x).argmax(1) == y).sum()      half of the samples on two ranks
+    print(correct / len(test))                          said: correct is changed by the loop's body
+
+What is told is followed back to variables in the source. What the body has changed there, a look before the body and
+one after it shows, whatever holds it; where the same micro-batch once more changes nothing, the source says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from types import FrameType
+
+from lockstep.run.inputs.body_changes import is_of_all_ranks, meets
+from lockstep.run.inputs.input_follower import InputFollower
+from lockstep.run.inputs.training_inputs import functions_of_loop, given_by
+from lockstep.run.source.line_calls import LineCalls
+from lockstep.run.source.script_callees import callees_of
+from lockstep.run.source.script_functions import Context, running_functions
+from lockstep.run.source.script_places import NOTHING
+from lockstep.run.source.source_reads import Call, Path
+from lockstep.run.state.registered import State
+
+
+def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -> str:
+    """The first place that a body changes and something told to a reader depends on, in words.
+
+    "" for none, for one that the script brings together from all ranks, and where the source cannot be read.
+
+    Args:
+        frame: from which on outward the script's functions are running.
+        state: of the run.
+        changed: by a body; the paths of variables and of what they hold.
+    """
+    follower = InputFollower(state, (), is_of_reader=True)
+    met: set[int] = set()
+    try:
+        contexts = list(running_functions(frame, LineCalls()))
+        follower.running.update((context.code, context) for context in functions_of_loop(contexts))
+        for context in contexts:
+            follower.enter(context)
+            met |= _given_to_meetings(follower, context)
+            for given in given_by(follower, context):
+                if given.kind == "told":
+                    follower.take(context, given)
+        follower.follow_changes()
+    except Exception:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
+        return ""
+    changes = follower.changes
+    for place, what in follower.found.places.values():
+        # The same micro-batch once more changes no set and no minimum.
+        line = changes.line_of(place, always=True)
+        starts = (f"{place.text}.", f"{place.text}[")
+        if not line and not any(path == place.text or path.startswith(starts) for path in changed):
+            continue
+        owners = [place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1)]
+        is_met = not met.isdisjoint(id(owner.value(None)) for owner in owners)
+        if not (is_met or any(is_of_all_ranks(one.context, one.reads) for one in changes.reads_at(place))):
+            where = f" in line {line}" if line else ""
+            return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
+    return ""
+
+
+def _given_to_meetings(follower: InputFollower, context: Context) -> set[int]:
+    """The `id` of each object that a function gives, after the loop, to calls that bring together what ranks have."""
+    found: set[int] = set()
+    for use in context.reads.uses:
+        if use.read is not None and not context.covers(use.line) and _leads_to_meeting(follower, context, use.read):
+            path = use.read.function[0] if len(use.read.function) == 1 else None
+            receiver = [path.owner] if isinstance(path, Path) and path.attributes else []
+            values = [context.value_of(each) for each in (*receiver, *use.read.every) if isinstance(each, Path)]
+            found |= {id(value) for value in values if value is not NOTHING}
+    return found
+
+
+def _leads_to_meeting(follower: InputFollower, context: Context, call: Call, depth: int = 3) -> bool:
+    if meets(context, call):
+        return True
+    for callee in callees_of(context, call) if depth else ():
+        with follower.entered(context, call, callee) as inner:
+            calls = [] if inner is None else [use.read for use in inner.reads.uses if use.read is not None]
+            if inner is not None and any(_leads_to_meeting(follower, inner, each, depth - 1) for each in calls):
+                return True
+    return False
