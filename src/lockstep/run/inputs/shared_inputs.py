@@ -27,6 +27,10 @@ _FREE_READINGS: Final = 2
 _STEPS_A_READING: Final = 5000  # of which one takes some 10 ms
 
 
+_Loop = tuple[tuple[CodeType, int], ...]
+"""The running functions around a loop, each with its line."""
+
+
 class Since(NamedTuple):
     """Two marks of the value at a place."""
 
@@ -38,6 +42,10 @@ class _Function(NamedTuple):
     """Stands for a function that was running, as the owner of a variable, after its loop was left."""
 
     number: int
+
+
+def _loop_around(frame: FrameType) -> _Loop:
+    return tuple((each.f_code, each.f_lineno) for each in script_frames(frame))
 
 
 class SharedInputs:
@@ -53,8 +61,8 @@ class SharedInputs:
         self._state: Final = state
         self._several: Final = several
         self._say: Final = say
-        self._before_body: Mapping[str, Mark] | None = None
-        self._told_read: Final[set[tuple[tuple[CodeType, int], ...]]] = set()  # loops, by running functions and lines
+        self._before_body: tuple[_Loop, Mapping[str, Mark]] | None = None
+        self._told_read: Final[set[_Loop]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -91,15 +99,19 @@ class SharedInputs:
 
     def body_begins(self, frame: FrameType) -> None:
         """Look at what the script holds before a body, unless that is done for the loop around ``frame``."""
-        loop = tuple((each.f_code, each.f_lineno) for each in script_frames(frame))
-        if self._before_body is None and loop not in self._told_read:
+        loop = _loop_around(frame)
+        if loop not in self._told_read:
             self._told_read.add(loop)
-            self._before_body = self._look(frame)
+            self._before_body = loop, self._look(frame)
 
     def body_ended(self, frame: FrameType) -> None:
         """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked."""
-        before, self._before_body = self._before_body, None
-        if before is not None and (part := part_told(frame, self._state, changed(before, self._look(frame)))):
+        if self._before_body is None:
+            return
+        (loop, before), self._before_body = self._before_body, None
+        if loop != _loop_around(frame):
+            return  # that loop was left in its first body
+        if part := part_told(frame, self._state, changed(before, self._look(frame))):
             self._say(
                 f"{part}: each rank has its own micro-batches, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
