@@ -215,6 +215,7 @@ class Run:
         written = None if context.transcript is None else TranscriptWriter(context, context.transcript, snapshot)
         self._train_step: Final = TrainStep(context, finite, point, written)
         self._loaders: Final = Loaders(context)
+        context.state.tracker = tracker
         self._log: Final = RunLog(context, tracker)
         start = TrainingStart(context, snapshot, self._log, proof)
         self._start: Final = start

@@ -131,6 +131,35 @@ def test_what_fails_or_hangs_is_dropped_and_said_once(tmp_path, capsys, monkeypa
     assert capsys.readouterr().err.count("tracker Hanging is dropped: it does not take what was logged, 3 rows") == 1
 
 
+TAKES = threading.Event()
+
+
+class Waits(Points):
+    """Takes a row while a micro-batch is tried a second time."""
+
+    def log(self, values, step):
+        TAKES.wait(60)
+        super().log(values, step)
+
+
+def test_a_row_that_is_taken_while_a_micro_batch_is_tried_is_not_put_back(tmp_path):
+    tracker, steps = Waits(), []
+    with Run(checkpoint=tmp_path, threads=1, track=tracker, check_every=1) as run:
+        model = run.model(torch.nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x in run.train(run.loader(torch.ones(8, 1), global_batch=2, micro_batch=2, workers=0)):
+            if not run.counts and run.progress.step:
+                TAKES.set()
+                wait_until(lambda: len(tracker.points) == run.progress.step, "the row of the step before")
+            run.step(model(x).mean())
+            if run.counts:
+                TAKES.clear()
+                run.log()
+                steps.append(run.progress.step)
+        TAKES.set()
+    assert [step for step, _ in tracker.points] == steps == [1, 2, 3, 4]
+
+
 class InFiles(Points):
     """Writes a file for each row, into a directory that may be away."""
 

@@ -407,7 +407,8 @@ class TrainingLoop:
         if position.is_replay:
             state = self._state
             context.inputs.body_begins(sys._getframe())
-            self._replay_effects.begin_replay([*state.models, *state.optimizers, *state.sample_sources])
+            used = (*state.models, *state.optimizers, *state.sample_sources, state.tracker)
+            self._replay_effects.begin_replay(used)
             self._state.beside.begin_replay()
         else:
             context.inputs.body_ended(sys._getframe())

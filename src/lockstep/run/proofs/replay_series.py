@@ -132,7 +132,8 @@ class ReplaySeries:
 
     def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
         state = self._context.state
-        snapshot = ScriptSnapshot(sys._getframe(), {id(one) for one in (*state.models, *state.optimizers)})
+        used = (*state.models, *state.optimizers, state.tracker)
+        snapshot = ScriptSnapshot(sys._getframe(), map(id, used))
         began, cpu_began = time.perf_counter(), time.process_time()
         self._train_step.replays.of_effects = True
         with _quietly():

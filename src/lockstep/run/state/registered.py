@@ -53,6 +53,7 @@ class State:
         self.kept: dict[str, Stateful] = {}
         self.early_stopping: dict[str, EarlyStopping] = {}  # by metric
         self.sample_sources: list[object] = []  # data sets, and the functions that loaders were given with them
+        self.tracker: object = None  # the script's own, which a thread of the run uses
         self.attributes: RunAttributes | None = None  # once the training has begun
         self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
         self._names: list[set[str]] = []  # of each model's parameters when the training began
