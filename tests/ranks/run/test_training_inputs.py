@@ -1,8 +1,10 @@
 """What a script computes its training from is found in its source: state of a body, lost variables, ranks."""
 
+import gc
 import runpy
 import textwrap
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -448,6 +450,9 @@ def test_what_a_body_changes_and_computes_with_is_refused_before_it_shows(tmp_pa
 def test_so_is_what_its_functions_and_objects_hold(tmp_path, name):
     with pytest.raises(UsageError, match="depends on something that it changes itself"):
         play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=SETUPS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of a file that the script has left open: no later test's
+        gc.collect()
 
 
 SAMPLES = {
