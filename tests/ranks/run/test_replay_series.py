@@ -9,6 +9,7 @@ import itertools
 import logging
 import queue
 import random
+import runpy
 import struct
 import sys
 import tempfile
@@ -609,3 +610,87 @@ def test_a_generator_that_the_run_seeds_is_as_seeded_after_replays(name):
     assert draws_by(name, micro_batch=16) == draws_by(name, replay=False, micro_batch=16)
     (ranks,) = on_world(2, [(draws_by, name)])
     assert ranks == [draws_by(name)] * 2
+
+
+class Trained:
+    """A loop in a method that uses names of its class alone, and variables that are declared elsewhere."""
+
+    def __init__(self, run):
+        self.__model = run.model(nn.Linear(2, 2))
+        self.__optimizer = run.optimizer(torch.optim.SGD(self.__model.parameters(), lr=0.1))
+        self.run = run
+
+    def fit(self):
+        global bodies
+        bodies, counted = 0, 0
+
+        def inner():
+            nonlocal counted
+            global bodies  # noqa: PLW0603 - as in a script
+            for x, y in self.run.train(self.run.loader((X, Y), global_batch=16, micro_batch=4)):
+                loss: torch.Tensor = F.cross_entropy(self.__model(x), y)
+                bodies += 1
+                counted += 1
+                self.__note(loss)
+                self.run.step(loss)
+
+        inner()
+        return bodies, counted
+
+    def __note(self, loss):
+        self.last = loss.item()
+
+
+def trained_in_a_method(replay):
+    with Run(seed=0, replay=replay) as run:
+        return Trained(run).fit()
+
+
+def test_a_body_is_made_a_function_with_what_its_own_function_declares():
+    assert trained_in_a_method(True) == trained_in_a_method(False) == (8, 8)
+
+
+MODULE = """
+import torch, lockstep
+from torch import nn
+from torch.nn import functional as F
+
+x, y = torch.randn(32, 2, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 2
+with lockstep.Run(seed=0, replay={replay}) as run:
+    model = run.model(nn.Linear(2, 2))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    seen = 0
+    for a, b in run.train(run.loader((x, y), global_batch=16, micro_batch=4)):
+        loss: torch.Tensor = F.cross_entropy(model(a), b)
+        seen += 1
+        run.step(loss)
+"""
+
+
+def test_a_loop_of_a_module_may_annotate_its_variables(tmp_path):
+    for replay in (True, False):
+        (tmp_path / "train.py").write_text(MODULE.format(replay=replay))
+        assert runpy.run_path(str(tmp_path / "train.py"))["seen"] == 8
+
+
+def discriminates(replay, micro_batch):
+    """A discriminator that steps by itself, and gathers gradients over the micro-batches of a step."""
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Linear(2, 2000), nn.Linear(2000, 1000), nn.Linear(1000, 1))  # more than is copied
+    own = torch.optim.SGD(other.parameters(), lr=0.01)
+    with Run(seed=0, replay=replay, check_every=1) as run:
+        model = run.model(nn.Linear(2, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(2):
+            for x, y in run.train(run.loader((X, Y), global_batch=16, micro_batch=micro_batch)):
+                out = model(x)
+                other(out.detach()).mean().backward()
+                if run.step(F.cross_entropy(out, y)):
+                    own.step()
+                    own.zero_grad(set_to_none=False)
+    return state_hash(model), state_hash(other)
+
+
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_gradients_of_what_steps_by_itself_hold_no_replay(micro_batch):
+    assert discriminates(True, micro_batch) == discriminates(False, micro_batch)

@@ -407,7 +407,7 @@ class TrainingLoop:
         if position.is_replay:
             state = self._state
             context.inputs.body_begins(sys._getframe())
-            used = (*state.models, *state.optimizers, *state.sample_sources, state.tracker)
+            used = (*state.models, *state.known_parameters, *state.optimizers, *state.sample_sources, state.tracker)
             self._replay_effects.begin_replay(used)
             self._state.beside.begin_replay()
         else:

@@ -132,7 +132,7 @@ class ReplaySeries:
 
     def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
         state = self._context.state
-        used = (*state.models, *state.optimizers, state.tracker)
+        used = (*state.models, *state.known_parameters, *state.optimizers, state.tracker)
         snapshot = ScriptSnapshot(sys._getframe(), map(id, used))
         began, cpu_began = time.perf_counter(), time.process_time()
         self._train_step.replays.of_effects = True
@@ -241,7 +241,10 @@ def loop_body(frame: FrameType | None) -> Callable[[Data], None] | None:
     of_function = bool(script.f_code.co_flags & inspect.CO_OPTIMIZED)
     free = script.f_code.co_freevars
     own = {name: value for name, value in variables.items() if name.isidentifier() and name not in free}
-    made = _compiled(script, loop, target, list(own) if of_function else [], [] if of_function else sorted(changed))
+    try:
+        made = _compiled(script, loop, target, list(own) if of_function else [], changed)
+    except SyntaxError:  # of a statement that is allowed where the script has it only
+        return None
     cells = _cells_of(script, variables)
     if not set(made.co_freevars) <= cells.keys():
         return None
@@ -301,24 +304,45 @@ def _shows_progress(value: object) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] in _BARS
 
 
-def _compiled(script: FrameType, loop: ast.For, target: ast.expr, names: list[str], outer: list[str]) -> CodeType:
-    """The code of the function, with these parameters, and variables of its module that it sets."""
-    name, free = script.f_code.co_name.strip("<>"), script.f_code.co_freevars
+def _compiled(script: FrameType, loop: ast.For, target: ast.expr, names: list[str], changed: set[str]) -> CodeType:
+    """The code of the function, with these parameters, which sets the ``changed`` variables."""
+    code, free = script.f_code, script.f_code.co_freevars
+    own = {*code.co_varnames, *code.co_cellvars} if code.co_flags & inspect.CO_OPTIMIZED else set()
+    declared = {"global": sorted(changed - own - {*free}), "nonlocal": sorted(changed & {*free})}
     module = ast.parse(
-        f"def around({', '.join(free)}):\n"
-        f"    def {name}({', '.join([*names, _DATA, _LOCALS])}):\n"
-        f"        {'global ' if outer else 'pass'}{', '.join(outer)}\n"
-        f"        for _ in ({_DATA},):\n"
-        "            pass\n"
-        "        else:\n"
-        f"            return {_LOCALS}()\n"
+        f"class {_class_around(code) or '_'}:\n"  # whose name is a part of names such as `self.__model`
+        f"    def around({', '.join(free)}):\n"
+        f"        def {code.co_name.strip('<>')}({', '.join([*names, _DATA, _LOCALS])}):\n"
+        + "".join(f"            {word} {', '.join(each)}\n" for word, each in declared.items() if each)
+        + f"            for _ in ({_DATA},):\n"
+        "                pass\n"
+        "            else:\n"
+        f"                return {_LOCALS}()\n"
     )
     turn = next(node for node in ast.walk(module) if isinstance(node, ast.For))
-    turn.target, turn.body = target, loop.body
-    code = compile(module, script.f_code.co_filename, "exec", dont_inherit=True)
-    for _ in range(2):
-        code = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return code
+    turn.target, turn.body = target, [_WithoutAnnotations().visit(deepcopy(each)) for each in loop.body]
+    compiled = compile(ast.fix_missing_locations(module), code.co_filename, "exec", dont_inherit=True)
+    for _ in range(3):
+        compiled = next(constant for constant in compiled.co_consts if isinstance(constant, CodeType))
+    return compiled
+
+
+def _class_around(code: CodeType) -> str:
+    """The name of the innermost class around a function; "" for none."""
+    parts = code.co_qualname.split(".")[:-1]
+    while parts and parts[-1] == "<locals>":
+        del parts[-2:]
+    return parts[-1] if parts else ""
+
+
+class _WithoutAnnotations(ast.NodeTransformer):
+    """Makes `x: int = 1` to `x = 1`: a variable that is declared global can have no annotation."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        """The same without the annotation."""
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
 def _cells_of(script: FrameType, variables: dict[str, object]) -> dict[str, CellType]:

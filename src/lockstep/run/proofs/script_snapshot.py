@@ -40,7 +40,6 @@ from lockstep.run.source.reachable import (
     MODULE_PARTS,
     is_foreign,
     is_plain,
-    mark_of,
     parts_of,
     script_frames,
     script_roots,
@@ -50,7 +49,6 @@ from lockstep.run.source.reachable import (
 from lockstep.run.source.script_callees import is_of_script
 from lockstep.run.source.script_functions import is_of, is_ours, stands_between
 
-_DEPTH: Final = 8
 _MOST: Final = 20_000  # objects
 _MOST_BYTES: Final = 1 << 28  # of tensors, arrays and bytes
 #: The same of snapshots that are taken twice in each pass, which should take 10 ms at most.
@@ -81,20 +79,19 @@ class ScriptSnapshot:
         self._left_bytes = most_bytes
         self._undo: Final[list[_Undo]] = []
         self._seen: Final[dict[int, object]] = dict.fromkeys(skip)  # kept alive, so that no `id` is used again
-        waiting = deque((value, _DEPTH) for value in script_roots(frame).values())
+        waiting = deque(script_roots(frame).values())
         for script in script_frames(frame):
             if script.f_locals is script.f_globals:
                 self._note(script.f_globals, _undo_names)
             else:
                 self._undo.append(partial(_restore_variables, script, variables_of(script)))
             named = (script.f_globals.get(name) for name in script.f_code.co_names)
-            waiting.extend((value, _DEPTH) for value in named if issubclass(type(value), (type, ModuleType)))
+            waiting.extend(value for value in named if issubclass(type(value), (type, ModuleType)))
         while waiting and len(self._seen) < most:
-            value, left = waiting.popleft()
-            if type(value) in _NUMBERS or id(value) in self._seen or _is_left_alone(value):
-                continue
-            self._note_all(value)
-            waiting.extend((part, left - 1) for part in (_parts(value) if left else ()))
+            value = waiting.popleft()
+            if not (type(value) in _NUMBERS or id(value) in self._seen or _is_left_alone(value)):
+                self._note_all(value)
+                waiting.extend(_parts(value))
 
     def restore(self) -> None:
         """Restore all changed values."""
@@ -110,12 +107,13 @@ class ScriptSnapshot:
 
     def _note_all(self, value: Any) -> None:
         kind = type(value)
-        undo_of = next((undo_of for kinds, undo_of in _KINDS if issubclass(kind, kinds)), _undo_slots)
+        undo_of = next((undo_of for kinds, undo_of in _KINDS if issubclass(kind, kinds)), _undo_nothing)
         if (size := _bytes_of(value)) <= self._left_bytes:
             self._left_bytes -= size
             self._note(value, undo_of)
         else:
             self._note(value, _undo_growth)
+        self._undo.extend(_undo_slots(value))
         if is_of(value, FunctionType):
             self._note(value.__globals__, _undo_names)
         with contextlib.suppress(AttributeError):
@@ -168,7 +166,7 @@ def _parts(value: Any) -> Iterator[object]:
     else:
         yield from (part for _, part in parts_of(value))
     if is_of(value, FunctionType):
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
 
 
 def _bytes_of(value: Any) -> int:
@@ -248,10 +246,16 @@ def _undo_sequence(value: Any) -> Iterator[_Undo]:
 
 
 def _undo_growth(value: Any) -> Iterator[_Undo]:
-    """Of a list that is too long to be copied; of no other object that is too large."""
+    """Of a list that is too long to be copied, and the gradient of a tensor; of no other object that is too large."""
+    if issubclass(type(value), torch.Tensor):
+        yield from _undo_gradient(value)
     if issubclass(type(value), list):
         length = list.__len__(value)
         yield lambda: list.__delitem__(value, slice(length, None))
+
+
+def _undo_nothing(value: object) -> Iterator[_Undo]:
+    yield from ()
 
 
 def _undo_set(value: set[object]) -> Iterator[_Undo]:
@@ -277,16 +281,33 @@ def _undo_view(value: memoryview) -> Iterator[_Undo]:
 
 
 def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
+    yield from _undo_gradient(value)
     if not is_plain(value) or value.is_inference():
         return
-    before, mark = value.detach().clone(), mark_of(value)
+    before = value.detach().clone()
 
     def undo() -> None:
         if value.shape != before.shape:
             value.data = before
-        elif mark_of(value) != mark:
+        elif not torch.equal(value.detach(), before):  # `Tensor._version` counts no change by `.data`
             with torch.no_grad():
                 value.copy_(before)
+
+    yield undo
+
+
+def _undo_gradient(value: torch.Tensor) -> Iterator[_Undo]:
+    """Of a leaf that the run does not train, such as of a discriminator that steps by itself, whatever its size."""
+    if not (value.is_leaf and value.requires_grad):
+        return
+    gradient = value.grad
+    before = None if gradient is None else gradient.detach().clone()
+
+    def undo() -> None:
+        value.grad = gradient
+        if gradient is not None and before is not None:
+            with torch.no_grad():
+                gradient.copy_(before)
 
     yield undo
 
