@@ -421,7 +421,7 @@ def test_a_snapshot_puts_back_what_objects_hold():
     weights = nn.Linear(2, 2)
     before = [repr(held), [g.get_state() if hasattr(g, "get_state") else None for g in held.generators[:1]]]
     draws = [held.generators[1].bit_generator.state, held.generators[3].getstate()]
-    snapshot = ScriptSnapshot(sys._getframe(), {id(weights)})
+    snapshot = ScriptSnapshot(sys._getframe(), [weights])
     held.number, held.extra = 2, 3
     held.rows.append(3)
     held.ring.append(3)

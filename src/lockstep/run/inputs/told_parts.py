@@ -15,7 +15,7 @@ from types import FrameType
 
 from lockstep.run.inputs.body_changes import is_of_all_ranks, meets
 from lockstep.run.inputs.input_follower import InputFollower
-from lockstep.run.inputs.training_inputs import functions_of_loop, given_by
+from lockstep.run.inputs.training_inputs import given_by
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of
 from lockstep.run.source.script_functions import Context, running_functions
@@ -38,7 +38,7 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -
     met: set[int] = set()
     try:
         contexts = list(running_functions(frame, LineCalls()))
-        follower.running.update((context.code, context) for context in functions_of_loop(contexts))
+        follower.running.update((context.code, context) for context in contexts if context.in_body)
         for context in contexts:
             follower.enter(context)
             met |= _given_to_meetings(follower, context)

@@ -15,7 +15,7 @@ No code of the script is run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from types import FrameType
 from typing import Final
@@ -71,23 +71,20 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
     """
     follower = InputFollower(state)
     follower.found.skip |= {*follower.trained, *map(id, follower.kept)}
-    is_body = True
     try:
         for context in running_functions(frame, calls):
-            context.in_body = is_body
             follower.enter(context)
             given = given_by(follower, context)
-            if is_body and context.is_between:
+            if context.in_body and context.is_between:
                 what = f"what {context.code.co_name} hands on"
                 given.append(Given("step", what, "", tuple(context.reads.returned)))
             for each in given:
                 follower.take(context, each)
-            if is_body:
+            if context.in_body:
                 follower.take_samples(context)
                 _take_updates(follower, context, state.optimizers)
                 follower.note_attributes(state.models)
                 follower.find_carried(context)
-            is_body = is_body and context.is_between
         follower.follow_changes()
         follower.find_carried_within()
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
@@ -117,7 +114,9 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
     """
     follower = InputFollower(state, steps={"measure"})
     try:
-        for context in functions_of_loop(list(running_functions(frame, LineCalls()))):
+        for context in running_functions(frame, LineCalls()):
+            if not context.in_body:
+                break
             follower.enter(context)
             for given in given_by(follower, context):
                 if given.kind == "step":
@@ -128,14 +127,6 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
     except Exception:  # noqa: BLE001 - what only looks on ends no evaluation
         return ""
     return follower.found.carried
-
-
-def functions_of_loop(contexts: Sequence[Context]) -> Sequence[Context]:
-    """The function with the loop, and those that stand between the loop and its items, from inside out."""
-    loop = next((number for number, context in enumerate(contexts) if not context.is_between), len(contexts))
-    for context in contexts[: loop + 1]:
-        context.in_body = True
-    return contexts[: loop + 1]
 
 
 def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None:

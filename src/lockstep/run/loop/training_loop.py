@@ -405,10 +405,9 @@ class TrainingLoop:
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)
         if position.is_replay:
-            state = self._state
             context.inputs.body_begins(sys._getframe())
-            used = (*state.models, *state.known_parameters, *state.optimizers, *state.sample_sources, state.tracker)
-            self._replay_effects.begin_replay(used)
+            # Samples of later micro-batches are read before the replay's effects are removed.
+            self._replay_effects.begin_replay([*self._state.used_by_run(), *self._state.sample_sources])
             self._state.beside.begin_replay()
         else:
             context.inputs.body_ended(sys._getframe())

@@ -11,7 +11,8 @@ import torch
 
 #: Names of values that each rank measures of itself, such as time and memory.
 _OF_RANK: Final = re.compile(
-    r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|wait|latency|eta|speed|throughput|fps|its?|tps|"
+    r"(^|_)(time|wall|clock|s|ms|secs?|seconds?|minutes?|hours?|elapsed|took|duration|wait|latency|eta|"
+    r"speed|throughput|fps|its?|tps|"
     r"[kmg]i?b|bytes|vram|ram|rss|cpu|gpu|cuda|util|utili[sz]ation|power|watts?|pid|host|local|date|timestamp)(_|$)|"
     r"^((my|local|global|node)_)?rank$|^((max|peak|used|free)_)*mem(ory)?(_(used|free|allocated|reserved|peak|max))*$",
     re.IGNORECASE,

@@ -132,8 +132,7 @@ class ReplaySeries:
 
     def _repeat(self, body: Callable[[Data], None], had: Sequence[tuple[MicroBatchPosition, Data]], step: int) -> None:
         state = self._context.state
-        used = (*state.models, *state.known_parameters, *state.optimizers, state.tracker)
-        snapshot = ScriptSnapshot(sys._getframe(), map(id, used))
+        snapshot = ScriptSnapshot(sys._getframe(), state.used_by_run())
         began, cpu_began = time.perf_counter(), time.process_time()
         self._train_step.replays.of_effects = True
         with _quietly():

@@ -38,6 +38,7 @@ from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import (
     ITERATORS,
     MODULE_PARTS,
+    dict_of,
     is_foreign,
     is_plain,
     parts_of,
@@ -57,6 +58,7 @@ _MOST_BYTES_OFTEN: Final = 1 << 22
 _ABSENT: Final = object()
 
 _Undo = Callable[[], object]
+_UndosOf = Callable[[Any], Iterator[_Undo]]
 _NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
 #: Modules of locks, queues and threads; and of files and connections.
 _OF_THREADS: Final = {"_thread", "threading", "queue", "_queue", "concurrent", "multiprocessing", "asyncio"}
@@ -68,17 +70,19 @@ class ScriptSnapshot:
 
     Args:
         frame: from which outward.
-        skip: the `id` of each object that is left out, with its contents.
+        skip: the objects that are left out, with their contents.
         most: number of objects that are looked at, the nearest ones first.
         most_bytes: size of all tensors, arrays and bytes that are copied, the nearest ones first.
     """
 
     def __init__(
-        self, frame: FrameType | None, skip: Iterable[int], *, most: int = _MOST, most_bytes: int = _MOST_BYTES
+        self, frame: FrameType | None, skip: Iterable[object], *, most: int = _MOST, most_bytes: int = _MOST_BYTES
     ) -> None:
         self._left_bytes = most_bytes
         self._undo: Final[list[_Undo]] = []
-        self._seen: Final[dict[int, object]] = dict.fromkeys(skip)  # kept alive, so that no `id` is used again
+        self._seen: Final[dict[int, object]] = {
+            id(one): one for one in skip
+        }  # kept alive, so that no `id` is used again
         waiting = deque(script_roots(frame).values())
         for script in script_frames(frame):
             if script.f_locals is script.f_globals:
@@ -99,30 +103,28 @@ class ScriptSnapshot:
             with contextlib.suppress(Exception):  # an object may refuse to be written
                 undo()
 
-    def _note(self, value: object, undo_of: Callable[[Any], Iterator[_Undo]]) -> None:
+    def _note(self, value: object, *undos_of: _UndosOf) -> None:
         if id(value) not in self._seen:
             self._seen[id(value)] = value
-            with contextlib.suppress(Exception):  # an object may refuse to be read
-                self._undo.extend(list(undo_of(value)))
+            for each in undos_of:
+                with contextlib.suppress(Exception):  # an object may refuse to be read
+                    self._undo.extend(list(each(value)))
 
     def _note_all(self, value: Any) -> None:
         kind = type(value)
-        undo_of = next((undo_of for kinds, undo_of in _KINDS if issubclass(kind, kinds)), _undo_nothing)
+        own = [undos_of for kinds, undos_of in _KINDS if issubclass(kind, kinds)][:1]
         if (size := _bytes_of(value)) <= self._left_bytes:
             self._left_bytes -= size
-            self._note(value, undo_of)
         else:
-            self._note(value, _undo_growth)
-        self._undo.extend(_undo_slots(value))
+            own = [_undo_growth]
+        self._note(value, *own, _undo_gradient, _undo_slots)
         if is_of(value, FunctionType):
             self._note(value.__globals__, _undo_names)
-        with contextlib.suppress(AttributeError):
-            attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
-            if type(attributes) is dict:
-                self._note(attributes, _undo_names)
-                for part in MODULE_PARTS:
-                    if type(attributes.get(part)) is dict:
-                        self._note(attributes[part], _undo_names)
+        if type(attributes := dict_of(value)) is dict:
+            self._note(attributes, _undo_names)
+            for part in MODULE_PARTS:
+                if type(attributes.get(part)) is dict:
+                    self._note(attributes[part], _undo_names)
         for each in kind.__mro__:
             if not (each.__module__.partition(".")[0] in ("builtins", "torch") or is_foreign(each)):
                 self._note(each, _undo_class)
@@ -143,11 +145,9 @@ def _is_left_alone(value: Any) -> bool:
 
 def _is_shared(value: object) -> bool:
     """Whether threads share an object: the object is a thread, a lock or a queue, or holds one."""
-    with contextlib.suppress(AttributeError):
-        attributes = object.__getattribute__(value, "__dict__")
-        if type(attributes) is dict and any(_is_of(_OF_THREADS, one) for one in attributes.values()):
-            return True
-    return _is_of(_OF_THREADS, value)
+    attributes = dict_of(value)
+    holds = type(attributes) is dict and any(_is_of(_OF_THREADS, one) for one in attributes.values())
+    return holds or _is_of(_OF_THREADS, value)
 
 
 def _stays(value: object) -> bool:
@@ -162,11 +162,16 @@ def _is_of(modules: set[str], value: object) -> bool:
 def _parts(value: Any) -> Iterator[object]:
     """What lies one step from an object."""
     if issubclass(type(value), (type, ModuleType)):
-        yield from [one for name, one in vars(value).items() if not name.startswith("__")]
+        yield from _named(value).values()
     else:
         yield from (part for _, part in parts_of(value))
     if is_of(value, FunctionType):
         yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *vars(value).values())
+
+
+def _named(value: type | ModuleType) -> dict[str, object]:
+    """The variables of a class or a module, without those of Python."""
+    return {name: one for name, one in vars(value).items() if not name.startswith("__")}
 
 
 def _bytes_of(value: Any) -> int:
@@ -196,16 +201,27 @@ def _restore_variables(frame: FrameType, before: dict[str, Any]) -> None:
 
 def _undo_names(value: dict[str, Any]) -> Iterator[_Undo]:
     """Of variables or attributes, in no order."""
-    before = dict(value)
+    yield partial(_restore_names, dict(value), value, value.__setitem__, value.__delitem__)
 
-    def undo() -> None:
-        for name, was in _changed(before, value).items():
-            if was is _ABSENT:
-                del value[name]
-            else:
-                value[name] = was
 
-    yield undo
+def _undo_class(value: type) -> Iterator[_Undo]:
+    # Not by `setattr`, for which a class of classes may have its own rules.
+    put, remove = partial(type.__setattr__, value), partial(type.__delattr__, value)
+    before = _named(value)
+    yield lambda: _restore_names(before, _named(value), put, remove)
+
+
+def _restore_names(
+    before: Mapping[str, object],
+    now: Mapping[str, object],
+    put: Callable[[str, object], object],
+    remove: Callable[[str], object],
+) -> None:
+    for name, was in _changed(before, now).items():
+        if was is _ABSENT:
+            remove(name)
+        else:
+            put(name, was)
 
 
 def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> dict[str, object]:
@@ -246,16 +262,10 @@ def _undo_sequence(value: Any) -> Iterator[_Undo]:
 
 
 def _undo_growth(value: Any) -> Iterator[_Undo]:
-    """Of a list that is too long to be copied, and the gradient of a tensor; of no other object that is too large."""
-    if issubclass(type(value), torch.Tensor):
-        yield from _undo_gradient(value)
+    """Of a list that is too long to be copied; of no other object that is too large."""
     if issubclass(type(value), list):
         length = list.__len__(value)
         yield lambda: list.__delitem__(value, slice(length, None))
-
-
-def _undo_nothing(value: object) -> Iterator[_Undo]:
-    yield from ()
 
 
 def _undo_set(value: set[object]) -> Iterator[_Undo]:
@@ -281,7 +291,6 @@ def _undo_view(value: memoryview) -> Iterator[_Undo]:
 
 
 def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
-    yield from _undo_gradient(value)
     if not is_plain(value) or value.is_inference():
         return
     before = value.detach().clone()
@@ -296,9 +305,9 @@ def _undo_tensor(value: torch.Tensor) -> Iterator[_Undo]:
     yield undo
 
 
-def _undo_gradient(value: torch.Tensor) -> Iterator[_Undo]:
+def _undo_gradient(value: Any) -> Iterator[_Undo]:
     """Of a leaf that the run does not train, such as of a discriminator that steps by itself, whatever its size."""
-    if not (value.is_leaf and value.requires_grad):
+    if not (issubclass(type(value), torch.Tensor) and value.is_leaf and value.requires_grad):
         return
     gradient = value.grad
     before = None if gradient is None else gradient.detach().clone()
@@ -314,10 +323,10 @@ def _undo_gradient(value: torch.Tensor) -> Iterator[_Undo]:
 
 def _undo_array(value: np.ndarray[Any, Any]) -> Iterator[_Undo]:
     if value.flags.writeable:
-        before, raw = value.copy(), value.tobytes()
+        before = value.copy()
 
         def undo() -> None:
-            if value.tobytes() != raw:
+            if value.tobytes() != before.tobytes():
                 np.copyto(value, before)
 
         yield undo
@@ -336,25 +345,6 @@ def _undo_function(value: FunctionType) -> Iterator[_Undo]:
 def _restore_cell(cell: CellType, was: object) -> None:
     if cell.cell_contents is not was and not _stays(cell.cell_contents):
         cell.cell_contents = was
-
-
-def _undo_class(value: type) -> Iterator[_Undo]:
-    # Not by `setattr`, for which a class of classes may have its own rules.
-    before = {name: one for name, one in vars(value).items() if not name.startswith("__")}
-
-    def undo() -> None:
-        now = {name: one for name, one in vars(value).items() if not name.startswith("__")}
-        for name, was in _changed(before, now).items():
-            if was is _ABSENT:
-                type.__delattr__(value, name)
-            else:
-                type.__setattr__(value, name, was)
-
-    yield undo
-
-
-def _undo_module(value: ModuleType) -> Iterator[_Undo]:
-    yield from _undo_names(vars(value))
 
 
 def _undo_slots(value: object) -> Iterator[_Undo]:
@@ -381,7 +371,7 @@ def _restore_slot(slot: MemberDescriptorType, value: object, was: object) -> Non
         slot.__set__(value, was)
 
 
-_KINDS: Final[tuple[tuple[Any, Callable[[Any], Iterator[_Undo]]], ...]] = (
+_KINDS: Final[tuple[tuple[Any, _UndosOf], ...]] = (
     (dict, _undo_dict),
     ((list, deque), _undo_sequence),
     (set, _undo_set),
@@ -390,7 +380,6 @@ _KINDS: Final[tuple[tuple[Any, Callable[[Any], Iterator[_Undo]]], ...]] = (
     (torch.Tensor, _undo_tensor),
     (np.ndarray, _undo_array),
     (type, _undo_class),
-    (ModuleType, _undo_module),
     (torch.Generator, lambda value: iter([partial(value.set_state, value.get_state())])),
     (
         np.random.Generator,
@@ -420,8 +409,7 @@ class ReplayEffects:
         if self._before is None:
             between = itertools.takewhile(stands_between, script_frames(sys._getframe()))
             left_alone = [*skip, *(value for frame in between for value in variables_of(frame).values())]
-            ids = map(id, left_alone)
-            self._before = ScriptSnapshot(sys._getframe(), ids, most=_MOST_OFTEN, most_bytes=_MOST_BYTES_OFTEN)
+            self._before = ScriptSnapshot(sys._getframe(), left_alone, most=_MOST_OFTEN, most_bytes=_MOST_BYTES_OFTEN)
 
     def end_replays(self) -> None:
         """Remove what replays have changed, before another micro-batch is handed out."""

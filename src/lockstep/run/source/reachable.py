@@ -411,6 +411,14 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
             yield f".{name}", function.__globals__[name]
 
 
+def dict_of(value: object) -> Any:
+    """The ``__dict__`` of an object, of which no ``__getattr__`` of the script is asked; None for no such."""
+    try:
+        return object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
+
+
 def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
     found: dict[str, object] = {}
     for each in reversed(kind.__mro__):
@@ -423,10 +431,8 @@ def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
                     found[name] = item.__get__(value)
             elif not is_torchs and not name.startswith("__") and _is_variable(item):
                 found[name] = item
-    with contextlib.suppress(AttributeError):
-        attributes = object.__getattribute__(value, "__dict__")  # asks no `__getattr__` of the script's
-        for name, item in attributes.items():
-            found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
+    for name, item in (dict_of(value) or {}).items():
+        found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
     yield from ((f".{name}", item) for name, item in found.items())
 
 

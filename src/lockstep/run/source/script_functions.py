@@ -182,14 +182,27 @@ class Context:
 
 
 def running_functions(frame: FrameType | None, calls: LineCalls) -> Iterator[Context]:
-    """The functions of the script that are running, from ``frame`` outward; ``calls`` are what their lines have run."""
+    """The functions of the script that are running, from ``frame`` outward; ``calls`` are what their lines have run.
+
+    The function with the loop, and those that stand between the loop and its items, are `Context.in_body`.
+    """
     frames = tuple(script_frames(frame))
     unsettled = changed_names().union(*map(_names_changed, frames))
+    in_body = True
     for script in frames:
         reads = reads_of(script.f_code) or Reads()
-        yield Context(
-            script.f_code, reads, script.f_globals, frame=script, unsettled=unsettled, running=frames, calls=calls
+        context = Context(
+            script.f_code,
+            reads,
+            script.f_globals,
+            frame=script,
+            unsettled=unsettled,
+            running=frames,
+            calls=calls,
+            in_body=in_body,
         )
+        in_body = in_body and context.is_between
+        yield context
 
 
 def _names_changed(frame: FrameType) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
+from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, dict_of, look, variables_of
 from lockstep.run.source.source_reads import is_key
 
 NOTHING: Final = object()  #: where there is no value
@@ -118,9 +118,8 @@ def variable_at(owner: object, name: str) -> object:
 
 def attributes_of(value: object) -> dict[str, object]:
     """The attributes that an object has itself, not from its class."""
-    try:
-        found: dict[str, Any] = object.__getattribute__(value, "__dict__")
-    except AttributeError:
+    found: dict[str, Any] | None = dict_of(value)
+    if found is None:
         return {}
     if not issubclass(type(value), nn.Module):
         return found

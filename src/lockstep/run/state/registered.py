@@ -64,6 +64,10 @@ class State:
         self._transient: list[TransientBuffers] = []  # of each model
         self._kept_transient: dict[str, TransientBuffers] = {}  # of each kept module
 
+    def used_by_run(self) -> list[object]:
+        """The objects that no snapshot of the script's objects puts back, since the run or its threads change them."""
+        return [*self.models, *self.known_parameters, *self.optimizers, self.tracker]
+
     def add_model(self, model: nn.Module) -> None:
         """Add ``model``, which is trained."""
         self.models.append(model)
