@@ -6,8 +6,13 @@ python benchmarks/goodput.py --seconds 45 --kill-every 15 --every none 10
 The same model and the same samples a step. Every so many seconds one rank, drawn by a seeded generator, gets SIGKILL,
 and the launcher starts all of them again. A step is of use if the training did not have to make it again: what counts
 is the step that it has come to when the time is over, by the seconds since its first step. Beside each way that is
-killed runs the same way undisturbed; the ways take turns, in an order that changes from round to round. A pause is
-the time from the kill to the first step of the ranks that were started then.
+killed runs the same way undisturbed; the ways take turns, in an order that changes from round to round.
+
+    ratio    steps a second of the killed run by those of the undisturbed one: two runs, minutes apart, on a machine
+             whose speed may change in between
+    within   the same from the killed run alone: the steps from its first kill on, by those that it would have made at
+             the rate of the seconds before each kill (half of the time between two kills)
+    pause    the time from a kill to the first step of the ranks that were started then
 
     lockstep    `lockstep run --max-restarts`, which goes on from the last finished step
     torchrun    `torchrun --max-restarts`; the script saves with torch.distributed.checkpoint, into a directory that
@@ -16,6 +21,7 @@ the time from the kill to the first step of the ranks that were started then.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -25,7 +31,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 import lockstep
 
@@ -135,8 +141,8 @@ FIRST_STEP_S = 240.0  #: for what takes three seconds on an idle machine
 
 def steps_a_second(
     way: str, ranks: int, every: str, seconds: float, kill_every: float | None, dice: random.Random
-) -> tuple[float, list[float]]:
-    """Steps of use for each second since the first one was made, and the pauses after kills in seconds."""
+) -> tuple[float, list[float], list[float]]:
+    """Steps of use for each second since the first one was made; shares within the run; pauses in seconds."""
     with tempfile.TemporaryDirectory() as here:
         place, script = Path(here), Path(here, "train.py")
         script.write_text(WAYS[way])
@@ -160,13 +166,19 @@ def steps_a_second(
             began, first = time.monotonic(), reached(place)
             kill_s = began + kill_every if kill_every else float("inf")
             pauses: list[float] = []
+            kills_s: list[float] = []
+            seen = [(began, first)]
             while (now := time.monotonic()) < began + seconds:
                 if now >= kill_s:
                     kill_s += kill_every or 0.0
-                    if strike(place, dice) and (pause := _pause(place, now, began + seconds)) is not None:
-                        pauses.append(pause)
+                    if strike(place, dice):
+                        kills_s.append(now)
+                        if (pause := _pause(place, now, began + seconds)) is not None:
+                            pauses.append(pause)
+                seen.append((time.monotonic(), reached(place)))
                 time.sleep(0.02)
-            return (reached(place) - first) / (time.monotonic() - began), pauses
+            last_s, last = seen[-1]
+            return (last - first) / (last_s - began), shares_within(seen, kills_s), pauses
         finally:
             launcher.send_signal(signal.SIGINT)
             time.sleep(0.2)
@@ -176,6 +188,25 @@ def steps_a_second(
             except subprocess.TimeoutExpired:
                 launcher.kill()
                 launcher.wait()
+
+
+def shares_within(seen: list[tuple[float, int]], kills_s: list[float]) -> list[float]:
+    """For each time from a kill to the next: steps made, by those that the rates before both kills would have made.
+
+    Args:
+        seen: pairs of a time in seconds and the step that the training had come to, in the order of time.
+        kills_s: times in seconds.
+    """
+
+    def at(time_s: float) -> int:
+        return next((step for when_s, step in seen if when_s >= time_s), seen[-1][1])
+
+    shares = []
+    for kill_s, next_s in itertools.pairwise(kills_s):
+        half_s = (next_s - kill_s) / 2
+        calm = [(at(end_s) - at(end_s - half_s)) / half_s for end_s in (kill_s, next_s)]
+        shares.append((at(next_s) - at(kill_s)) / (sum(calm) / 2 * (next_s - kill_s)))
+    return shares
 
 
 def reached(place: Path) -> int:
@@ -218,24 +249,27 @@ def main() -> None:
     told = parser.parse_args()
     dice = random.Random(0)
     runs = [(way, every) for every in told.every for way in WAYS]
-    kinds = ("killed", "undisturbed", "pauses")
+    kinds = ("killed", "undisturbed", "within", "pauses")
     seen: dict[tuple[str, str], dict[str, list[float]]] = {run: {kind: [] for kind in kinds} for run in runs}
     for number in range(told.rounds):
         for way, every in runs if number % 2 == 0 else reversed(runs):
             for kind in ("killed", "undisturbed") if number % 2 == 0 else ("undisturbed", "killed"):
                 kill_every = told.kill_every if kind == "killed" else None
-                found, pauses = steps_a_second(way, told.ranks, every, told.seconds, kill_every, dice)
+                found, shares, pauses = steps_a_second(way, told.ranks, every, told.seconds, kill_every, dice)
                 seen[way, every][kind].append(found)
+                seen[way, every]["within"] += shares
                 seen[way, every]["pauses"] += pauses
-    print("| | saved every | steps/s undisturbed | of use, killed | ratio | pause: median, most |")
-    print("|---|---|---|---|---|---|")
+    print("| | saved every | steps/s calm | of use, killed | ratio | within: mean, least | pause: median, most |")
+    print("|---|---|---|---|---|---|---|")
     for (way, every), rates in seen.items():
         ratio = median(k / u for k, u in zip(rates["killed"], rates["undisturbed"], strict=True))
         calm, killed = (median(rates[kind]) for kind in ("undisturbed", "killed"))
         words = "never" if every == "none" else f"{every} s"
         pauses = rates["pauses"]
         pause = f"{median(pauses):.2f} s, {max(pauses):.2f} s (n {len(pauses)})" if pauses else "-"
-        print(f"| {way} | {words} | {calm:.0f} | {killed:.0f} | {ratio:.2f} | {pause} |", flush=True)
+        shares = rates["within"]
+        within = f"{mean(shares):.3f}, {min(shares):.2f} (n {len(shares)})" if shares else "-"
+        print(f"| {way} | {words} | {calm:.0f} | {killed:.0f} | {ratio:.2f} | {within} | {pause} |", flush=True)
     if told.json:
         Path(told.json).write_text(json.dumps([{"way": w, "every": e, **rates} for (w, e), rates in seen.items()]))
 

@@ -19,6 +19,7 @@ def test_the_kept_outputs_are_those_of_its_cells(tmp_path):
     kept = nbformat.read(NOTEBOOK, as_version=4)
     anew = executed(NOTEBOOK, tmp_path)
     assert shapes(anew) == shapes(kept)
+    assert not any(("stream", "stderr") in cell for cell in shapes(kept)), "where nothing fails, nothing looks like it"
     assert any("image/png" in kinds for cell in shapes(kept) for kinds in cell), "a picture stands in the notebook"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
-from lockstep.report import SilentView, Status, View, choose_view, ignoring_write_errors
+from lockstep.report import SilentView, Status, View, choose_view, ignoring_write_errors, is_notebooks
 
 _CHUNK_BYTES = 1 << 20
 #: A line of the stack of torch's C++ code, and what stands above these lines.
@@ -61,7 +61,8 @@ class Screen:
     """Writes whole lines, each to its stream; a stream that was closed, such as a pipe, is ignored.
 
     On a terminal everything goes through one view, so that a live display and lines do not mix. In a pipe or a file
-    the leader's output goes to ``out`` as it is, and all else to ``err``. Stacks of torch's C++ code are left out.
+    the leader's output goes to ``out`` as it is, and all else to ``err``. In a notebook, which marks all of ``err`` as
+    errors, only failures go there. Stacks of torch's C++ code are left out.
     """
 
     def __init__(self, out: TextIO, err: TextIO, env: Mapping[str, str]) -> None:
@@ -79,6 +80,7 @@ class Screen:
         through = isinstance(self._view, SilentView)
         self._out: View = self._view if out.isatty() and not through else choose_view(out, plain)
         self._err: View = self._view if err.isatty() and not through else choose_view(err, plain)
+        self._said = self._out if is_notebooks(out) else self._err
 
     def leader(self, text: str) -> None:
         """Show lines of the leader's output, the last of which may have no end."""
@@ -111,12 +113,14 @@ class Screen:
     def say(self, text: str) -> None:
         """Show a message of the launcher."""
         self._wipe()
-        self._err.line(_without_cpp_frames(text))
+        self._said.line(_without_cpp_frames(text))
 
     def fail(self, text: str) -> None:
         """Show a message as `say` does, with a mark in front of it."""
         encoding = "ascii" if self._plain_mark else self._encoding or "ascii"
-        self.say(f"{'✗'.encode(encoding, 'replace').decode(encoding).replace('?', 'x')} {text}")
+        mark = "✗".encode(encoding, "replace").decode(encoding).replace("?", "x")
+        self._wipe()
+        self._err.line(_without_cpp_frames(f"{mark} {text}"))
 
     def attached(self, data: bytes, out: TextIO, *, prompts: bool) -> None:
         """Show what the rank that has the terminal ``out`` wrote: as it is, or in whole lines above the run's progress.

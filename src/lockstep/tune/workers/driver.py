@@ -44,6 +44,7 @@ from lockstep.launch import (
     watch,
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
+from lockstep.report import is_notebooks
 from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
 from lockstep.tune.record.search_directory import Death, SearchDirectory, WorkerPlacement
 from lockstep.tune.results.live_views import choose_search_view, watch_search
@@ -118,7 +119,7 @@ class Driver:
     Args:
         request: what to start.
         out: gets what the script prints after the search.
-        err: gets the progress of the search.
+        err: gets the progress of the search, which in a notebook ``out`` gets; and the reason of a failure.
     """
 
     def __init__(self, request: SearchRequest, out: TextIO, err: TextIO) -> None:
@@ -132,7 +133,8 @@ class Driver:
         self._forwarded = 0
         self._has_begun = False  # as far as is shown
         self._began_s = time.time()
-        self._view = choose_search_view(err, os.environ)
+        # A notebook marks all of ``err`` as errors.
+        self._view = choose_search_view(out if is_notebooks(out) else err, os.environ)
 
     @property
     def is_interrupted(self) -> bool:
