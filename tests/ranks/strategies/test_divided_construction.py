@@ -168,6 +168,32 @@ def test_values_and_random_numbers_are_those_of_one_rank():
         assert found["gpt", 0][1] == 1.0, "every parameter was divided at the end"
 
 
+def constructed_with_a_tensor_that_one_rank_holds():
+    """The model's values, and what a tensor holds that only rank 0 has kept beside it."""
+    group, held = open_group(World.from_env(os.environ), torch.device("cpu"), 30), []
+
+    def make():
+        weight = torch.randn(50, 10)
+        if group.rank == 0:
+            held.append(weight)
+        return nn.Linear(10, 50)
+
+    expected, _ = plain(make)
+    held.clear()
+    construction = DividedConstruction(group, group, least_bytes=64, whole_bytes=0)
+    torch.manual_seed(7)
+    model = construction.construct(make)
+    construction.restore(model.parameters())
+    same = all(same_bits(value, expected[name]) for name, value in state_of(model).items())
+    group.close()
+    return same, [bool(one.isnan().all()) for one in held]
+
+
+def test_ranks_need_not_drop_a_tensor_at_the_same_moment():
+    """Such as where the exchange has sent it last, and has not let go of it yet."""
+    assert run_ranks(constructed_with_a_tensor_that_one_rank_holds, 2) == [(True, [True]), (True, [])]
+
+
 class Peak(nn.Module):
     """Many large layers; remembers how many of their bytes were there at once."""
 

@@ -111,6 +111,7 @@ class DividedConstruction:
         # tensors.
         self._whole: Final[dict[int, _Divided]] = {}
         self._total = 0  # bytes of the whole tensors
+        self._noted = 0  # so many tensors, the same ones in the same order on all ranks
         self._purge_at = 1024
 
     def construct(self, make: Callable[[], nn.Module]) -> nn.Module:
@@ -161,7 +162,8 @@ class DividedConstruction:
         for tensor in made:
             in_use.add(key := storage_key(tensor))
             if key not in self._known and key not in self._handed_out and self._can_divide(tensor):
-                self._known[key] = _Divided(tensor, self._group, has_values=not allocated)
+                self._noted += 1
+                self._known[key] = _Divided(tensor, self._group, has_values=not allocated, number=self._noted)
                 self._use(key, self._known[key])
         if self._total > self._whole_bytes:
             self._keep_rows(in_use)
@@ -225,12 +227,12 @@ class DividedConstruction:
         """Keep only this rank's rows of every parameter, and the whole of all other living tensors."""
         gc.collect()
         parameters = {storage_key(p): (name, p) for name, p in model.named_parameters() if is_plain(p)}
-        for key, divided in list(self._known.items()):
-            if divided.is_gone:
-                del self._known[key]
-            elif key not in parameters or not divided.is_all(parameters[key][1]):
-                del self._known[key]
-                divided.restore()
+        others = [
+            key
+            for key, divided in self._known.items()
+            if key not in parameters or not divided.is_all(parameters[key][1])
+        ]
+        self._restore_all([self._known.pop(key) for key in others])
         self._whole.clear()
         self._total = 0
         checksums = []
@@ -251,6 +253,22 @@ class DividedConstruction:
             zlib.crc32(repr(checksums).encode()),
         )
 
+    def _restore_all(self, divided: Iterable[_Divided]) -> None:
+        """Restore those of ``divided`` whose storage there is on every rank. Collective.
+
+        A storage that is gone on one rank is of no use to the same constructor on another rank, where a thread of the
+        exchange may hold the storage a moment longer. Should something else hold it there, it gets values with which
+        nothing is computed unnoticed (NaN).
+        """
+        found = {one.number: (one, storage) for one in divided if (storage := one.storage()) is not None}
+        there = self._group.gather_objects(set(found), "which tensors the constructor of the model has left")
+        everywhere = set.intersection(*there)
+        for number, (one, _) in sorted(found.items()):
+            if number in everywhere:
+                one.restore()
+            else:
+                one.spoil()
+
     def _taken_over(self, parameter: nn.Parameter) -> _Divided | None:
         """The divided storage of a parameter from elsewhere, such as a mapped file; None if it stays whole."""
         storage = parameter.untyped_storage()
@@ -259,15 +277,16 @@ class DividedConstruction:
             return None
         if not storage.resizable() or storage.nbytes() != size or key_of_storage(storage) in self._handed_out:
             parameter.data = parameter.data.clone()
-        return _Divided(parameter, self._group, has_values=True)
+        return _Divided(parameter, self._group, has_values=True, number=0)
 
 
 class _Divided:
     """The storage of a tensor: either whole, or empty, with this rank's rows kept beside it."""
 
-    def __init__(self, tensor: torch.Tensor, group: Group, *, has_values: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group, *, has_values: bool, number: int) -> None:
         storage = tensor.untyped_storage()
         self._group: Final = group
+        self.number: Final = number  #: the same on all ranks
         self._reference: Final = StorageWeakRef(storage)
         self.bytes: Final = storage.nbytes()
         self.has_values = has_values
@@ -290,7 +309,7 @@ class _Divided:
 
     def keep_rows(self) -> bool:
         """Keep this rank's rows, and free the rest; false if the storage does not exist any more."""
-        storage = self._storage()
+        storage = self.storage()
         if storage is None or (self._is_whole and (storage.nbytes() != self.bytes or not storage.resizable())):
             return False
         if self._is_whole:
@@ -326,6 +345,13 @@ class _Divided:
             flat[self._range(self._group.rank)] = self._own
         self._own = None
 
+    def spoil(self) -> None:
+        """Allocate all bytes of the storage again, with bits that are NaN in each type of floating-point numbers."""
+        flat = self._allocated()
+        if flat is not None:
+            flat.fill_(0xFF)
+        self._own = None
+
     def divide_as(self, parameter: nn.Parameter) -> bool:
         """Keep this rank's rows of ``parameter``, which covers the storage; false if it must stay whole."""
         rows = parameter.shape[0] if parameter.dim() else self.bytes
@@ -336,7 +362,7 @@ class _Divided:
 
     def read_rows(self, tensor: torch.Tensor, stored: StoredTensor) -> None:
         """Keep this rank's rows of ``stored`` as the rows of ``tensor``, which covers the storage."""
-        storage = self._storage()
+        storage = self.storage()
         assert storage is not None
         storage.resize_(0)
         self._rows, self._is_whole, self.has_values, self.checksum = tensor.shape[0], False, True, 0
@@ -345,12 +371,13 @@ class _Divided:
         rows = stored.rows(own.start // max(1, row), own.stop // max(1, row))
         self._own = rows.to(device=tensor.device, dtype=tensor.dtype).reshape(-1).view(torch.uint8)
 
-    def _storage(self) -> torch.UntypedStorage | None:
+    def storage(self) -> torch.UntypedStorage | None:
+        """The storage; None if no tensor has it any more."""
         return storage_behind(self._reference.cdata)
 
     def _allocated(self) -> torch.Tensor | None:
         """All bytes of the storage, newly allocated; None if the storage has its bytes, or is gone."""
-        storage = self._storage()
+        storage = self.storage()
         if storage is None or self._is_whole:
             return None
         storage.resize_(self.bytes)
