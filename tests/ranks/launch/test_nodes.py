@@ -58,6 +58,8 @@ with lockstep.Run(seed=3) as run:
             (HERE / f".{name}").rename(HERE / name)
             if run.progress.step >= WAIT and not (HERE / "go").exists():
                 time.sleep(0.4)  # slowly on: stops and new hosts take effect at a step
+            while run.progress.step == 13 and (HERE / "hold").exists():
+                time.sleep(0.05)
         logged = repr(run.log())
         if run.leads:
             (HERE / f"log-{epoch:02}").write_text(logged)
@@ -300,11 +302,14 @@ def test_memory_that_refuses_to_protect_is_told_once_and_tried_again(tmp_path, e
         def step(generation):
             return max([int(path.read_text()) for path in tmp_path.glob(f"g{generation}-*of2")] or [0])
 
+        hold = tmp_path / "hold"
+        hold.touch()  # between two checkpoints
         cluster.launch("n1", "1", "--max-restarts", "3", "--save-every", "5 steps", ranks=2, wait=12)
         cluster.until(lambda: step(0) >= 13, "no step 13")
         (memory,) = (host.root / "dev/shm").glob("lockstep-emergency-*")
         host.run("mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", f"/dev/shm/{memory.name}")
         kill_rank_1()
+        hold.unlink()
         cluster.until(lambda: step(1) >= 12, "it does not go on")
         told = "ranks 0, 1 cannot keep in memory what is measured (/dev/shm/lockstep-emergency-"
         assert told in cluster.said("n1")
