@@ -30,8 +30,9 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"  #: name of the row of `LAUNCHERS` to believe, wh
 SEARCH = "LOCKSTEP_SEARCH"  #: of which search, and which of its workers, this rank is one; set by `lockstep tune`
 
 EMERGENCY = "LOCKSTEP_EMERGENCY_MEMORY"  #: directory in this host's memory where survivors of a dead rank leave a state
-
-LEFT_STATE = "left-state"  #: in the directory of a generation there: a file; its survivors have left their state
+#: In that directory: the name of the directory of a generation, which is its number and a mark of its own.
+GENERATION_FILES = "{run}-generation-{generation}"
+LEFT_STATE = "left-state"  #: in the directory of a generation: a file; its survivors have left their state
 SAVE_ONLY = "LOCKSTEP_SAVE_ONLY"  #: this generation saves what survivors left, and no more; why, in words
 
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one

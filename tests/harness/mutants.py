@@ -192,7 +192,7 @@ MUTANTS = [
         "tests/unit/data",
         "tests/ranks/data",
     ),
-    mutant("data/indexed/map_dataset.py", '("at", rows.start)', "(indices[0],)", *DATA),
+    mutant("data/indexed/indexed_loader.py", '("at", rows.start)', "(indices[0],)", *DATA),
     mutant(
         "run/batches/loaders.py",
         '"the order of a data set")\n        odd = [rank for rank, other in enumerate(others, 1) if other != first]',
@@ -231,7 +231,7 @@ MUTANTS = [
         "tests/ranks/data",
     ),
     mutant(
-        "data/indexed/map_dataset.py",
+        "data/indexed/indexed_loader.py",
         'seed_of(self.seed, "samples", epoch, *mark)',
         'seed_of(self.seed, "samples", *mark)',
         "tests/unit/data",
@@ -239,7 +239,7 @@ MUTANTS = [
         HAND,
     ),
     mutant(
-        "data/indexed/map_dataset.py",
+        "data/indexed/indexed_loader.py",
         'seed_of(self.seed, "samples", epoch, *mark)',
         'seed_of(self.seed, "samples", epoch)',
         "tests/unit/data",
@@ -798,13 +798,13 @@ MUTANTS = [
         CHECKSUM,
     ),
     mutant(
-        "data/indexed/map_dataset.py",
+        "data/indexed/indexed_loader.py",
         "            with seeded_generators(_LOOK_SEED):\n",
         "            if True:\n",
         "tests/ranks/run/test_identity.py::test_ranks_that_hold_other_samples_are_refused",
     ),
     mutant(
-        "data/indexed/map_dataset.py",
+        "data/indexed/indexed_loader.py",
         "iter(self._own if self._in_pass() else self._all)",
         "iter(self._own)",
         "tests/ranks/data/test_loader.py::test_a_loop_of_the_scripts_own_reads_all_outside_of_a_pass_and_this_ranks_part_within",

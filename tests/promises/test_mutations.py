@@ -72,7 +72,7 @@ from lockstep.tune.record.journal import JournalWriter, SearchPlan, journal_file
 from lockstep.tune.record.planned_trials import PlannedTrials
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import Death
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.results.summary import show, warm_start_lines
 from lockstep.tune.search import Space

@@ -9,8 +9,13 @@ from functools import partial
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from lockstep.batch import BatchPlan
-from lockstep.data.indexed.indexed_loader import IndexedLoader, SampleSource, TensorSource
-from lockstep.data.indexed.map_dataset import MicroBatchSampler, ScriptSampler
+from lockstep.data.indexed.indexed_loader import (
+    IndexedLoader,
+    MicroBatchSampler,
+    SampleSource,
+    ScriptSampler,
+    TensorSource,
+)
 from lockstep.data.indexed.orders import (
     Order,
     OrderFunction,

@@ -4,7 +4,8 @@
       ▲                                              ║                                                  │
       └──── start, stop ──────────────────  plan  ◄══╝ ◄════════════════════════════════════════════════┘
 
-There are never fewer ranks than asked for: a generation that loses one ends, and the next one has them all. With
+A generation that loses a rank ends, and the next one has all ranks again, without devices that computed wrongly and
+nodes that may be missing. `_place`, `_listen` and `_probe` come from `rendezvous.join`. With
 several nodes the same loop runs on each, and one of them decides for all (see `rendezvous.membership`). A node that
 does not hear the coordinator ends its ranks itself, before the others may go on without it.
 """

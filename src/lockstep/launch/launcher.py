@@ -27,16 +27,16 @@ from lockstep.launch.agent import AfterFailure, Agent, Stops
 from lockstep.launch.host.machine import Machine
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting
 from lockstep.launch.job.request import Function, Nodes, OnHang, Request
-from lockstep.launch.node_start import NodePart, announce, prepared, running_elsewhere, say, settled
+from lockstep.launch.node_start import NodePart, announce, running_elsewhere
 from lockstep.launch.rendezvous.job_contract import SECRET
 from lockstep.launch.rendezvous.join import Joined, join_alone
 from lockstep.launch.rendezvous.takeover import NewCoordinator
 from lockstep.launch.run_dir.owned_directory import emergency_memory
-from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused
+from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused, prepare_in_time, settle_in_time
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
-from lockstep.launch.terminal.console import Screen
+from lockstep.launch.terminal.console import Screen, say
 from lockstep.launch.workers.fork_server_client import check_can_be_copied, open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.rank_messages import RankChannel
@@ -85,7 +85,7 @@ def start(request: Request) -> int:
         if request.nodes is not None:
             code, goes_on = _run_among_others(request, request.nodes, machine, given)
         else:
-            job = prepared(request, machine, given)
+            job = prepare_in_time(request, machine, given)
             _check_attach(request)
             code = _start_everywhere(job) if request.everywhere and given.starts_launchers else _run_here(job)[0]
             resumed = job.begins == "resume"
@@ -98,7 +98,7 @@ def start(request: Request) -> int:
     if not stopped or goes_on or not request.requeue or (given.has_launcher_per_node and given.node_rank):
         return code
     again = given.scheduler.requeue(given, code, run_command)
-    Screen(sys.stdout, sys.stderr, os.environ).say(again.message)
+    say(again.message)
     return again.code
 
 
@@ -168,7 +168,7 @@ def launch(
         start_method="fork",
     )
     stops = Stops()
-    code, failure = _run_here(job := prepared(request, Machine.detect(os.environ)), stops=stops)
+    code, failure = _run_here(job := prepare_in_time(request, Machine.detect(os.environ)), stops=stops)
     if code == EXIT_INTERRUPTED or (code == EXIT_STOPPED and stops.first == signal.SIGINT):
         raise KeyboardInterrupt
     if code == EXIT_STOPPED:
@@ -199,7 +199,7 @@ def watch(request: Request, after_failure: AfterFailure) -> tuple[int, str]:
     """
     # Several machines may each have a process that starts such runs; that it is one of them is nothing to the run.
     env = {**os.environ, LAUNCHER: "none"}
-    return _run_here(prepared(request, Machine.detect(os.environ), env=env), after_failure)
+    return _run_here(prepare_in_time(request, Machine.detect(os.environ), env=env), after_failure)
 
 
 def _on_allocated_nodes(request: Request, given: Allocation) -> Request:
@@ -249,7 +249,7 @@ def _run_here(
     """Carry out ``job`` on this machine; returns its exit code and the failure that was shown last."""
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), stops or Stops()
     joined = join_alone(job)
-    with settled(job), stops.listening(), _room_for_emergencies(joined) as room:
+    with settle_in_time(job), stops.listening(), _room_for_emergencies(joined) as room:
         announce(job, screen)
         ended = _run_agent(joined, ScreenThread(screen), stops, room, after_failure)
         return ended.code, ended.failure

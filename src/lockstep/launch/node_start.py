@@ -1,4 +1,4 @@
-"""How this machine's launcher takes part in a job: as the coordinator, or following another one, also a new one."""
+"""How a launcher takes part in a job on several nodes: as the coordinator, or following another one, also a new one."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import datetime
 from pathlib import Path
-from typing import TextIO
 
 from lockstep.errors import SettingError
 from lockstep.formatting import plural, relative_path
@@ -22,9 +19,15 @@ from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.join import Joined, host_job, join_job
 from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
 from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
-from lockstep.launch.run_dir.run_directory import Job, lock_if_free, next_generation, prepare, settle
+from lockstep.launch.run_dir.run_directory import (
+    Job,
+    lock_if_free,
+    next_generation,
+    prepare_in_time,
+    settle_in_time,
+)
 from lockstep.launch.schedulers.scheduler import Allocation
-from lockstep.launch.terminal.console import Screen
+from lockstep.launch.terminal.console import Screen, say
 from lockstep.launch.timeouts import NodeTimeouts
 
 
@@ -91,11 +94,11 @@ class NodePart:
         if listening is not None and moved is None and nodes.node_rank is None and (note := endpoint.note()):
             screen.say(note)
         follows = listening is None or moved is not None
-        job = prepared(request, self.machine, self.given, follows=follows)
+        job = prepare_in_time(request, self.machine, self.given, follows=follows)
         if listening is not None:
             stack.enter_context(listening)
             if moved is None:
-                stack.enter_context(settled(job))
+                stack.enter_context(settle_in_time(job))
         signals.enter_context(stops.listening())
 
         def stopped() -> bool:
@@ -123,29 +126,3 @@ def announce(job: Job, screen: Screen) -> None:
     screen.say(
         f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {relative_path(job.logs)}"
     )
-
-
-def prepared(
-    request: Request,
-    machine: Machine,
-    given: Allocation | None = None,
-    env: Mapping[str, str] = os.environ,
-    follows: bool = False,
-) -> Job:
-    """As `prepare`, with a deadline."""
-    more = {} if given is None else {"given": given}
-    return call_in_time(
-        lambda: prepare(request, machine=machine, env=env, now=datetime.now(), follows=follows, **more),
-        f"the run directory {request.run_dir or 'runs'}",
-        say,
-    )
-
-
-def settled(job: Job) -> TextIO:
-    """As `settle`, with a deadline."""
-    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {relative_path(job.run_dir)}", say)
-
-
-def say(text: str) -> None:
-    """Tell the user, where nothing is shown yet."""
-    Screen(sys.stdout, sys.stderr, os.environ).say(text)

@@ -198,7 +198,7 @@ def _as_worker(
     from lockstep.tune.workers.trial_ranks import open_channel
 
     with open_channel(world, by_driver=True) as (channel, stops):
-        is_over = _evaluate(objective, search, world, placement, channel, stops)
+        is_over = _be_worker(objective, search, world, placement, channel, stops)
     if not is_over:
         raise SystemExit(EXIT_OK)
     _carried_out.append(directory.path)
@@ -235,11 +235,11 @@ def _alone(
         path = channel.tell(path)
         directory = SearchDirectory(Path(path))
         placement = WorkerPlacement(path, worker, 1, time.time(), {})
-        _evaluate(objective, Search(space, settings, directory), world, placement, channel, stops)
+        _be_worker(objective, Search(space, settings, directory), world, placement, channel, stops)
         return load(directory.path)
 
 
-def _evaluate(
+def _be_worker(
     objective: Callable[..., object],
     search: Search,
     world: World,

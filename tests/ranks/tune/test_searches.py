@@ -10,7 +10,7 @@ import lockstep
 from lockstep.cli.main import main
 from lockstep.errors import LaunchError, SettingError
 from lockstep.tune import Choice, Evaluated, Float, Int, Islands, Proposal, load
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.start_search import worker_sizes
 from lockstep.tune.workers.driver import plan_workers
 from searches import started

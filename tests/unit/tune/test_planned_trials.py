@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.errors import SettingError
 from lockstep.tune.record.planned_trials import PlannedTrials
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 
 STEPS = st.lists(
     st.one_of(

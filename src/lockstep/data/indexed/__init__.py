@@ -2,5 +2,5 @@
 
 orders             a permutation, or what the user's sampler or function gives
 sampling           the order divided into steps and micro-batches: pure functions
-indexed_loader     reads samples: tensor_dataset whole micro-batches, map_dataset sample by sample
+indexed_loader     this rank's micro-batches, read sample by sample; tensor_dataset: at once, from tensors in memory
 """

@@ -1,10 +1,10 @@
-"""Directories that a launcher owns, outside of the run directory; after one that was killed, the next one removes them.
+"""Directories of a launcher's own, removed at its end; those of a launcher that was killed, by the next one.
 
     lockstep-AbC123/           in the directory for temporary files: the socket of the ranks, and
         owner                  locked by the launcher as long as it lives: the kernel releases what is locked
         processes-4026531836/  by their namespace: the ranks, and the processes that they have copied themselves into
             4711
-    lockstep-emergency-XyZ/    in memory: what survivors leave
+    lockstep-emergency-XyZ/    what survivors leave: in memory, or in the run directory where that takes none
         owner
 
 Also removed are segments of shared memory that torch has left: its name for one begins with the process that made it.
@@ -24,7 +24,7 @@ from typing import Final
 
 from lockstep.errors import SettingError
 from lockstep.launch.host.procfs import state
-from lockstep.launch_contract import LEFT_STATE, PRIVATE
+from lockstep.launch_contract import PRIVATE
 
 #: Where Linux keeps files in memory; a file takes memory only when it is written.
 SHARED_MEMORY: Final = Path("/dev/shm")
@@ -172,8 +172,3 @@ def emergency_memory(run_dir: Path, root: Path = SHARED_MEMORY) -> Iterator[Path
         yield memory
     finally:
         remove_owned_directory(memory, owner)
-
-
-def has_left_state(memory: Path, generation: int) -> bool:
-    """Whether ranks of this ``generation`` on this node have left their state when another one died."""
-    return any(memory.glob(f"*-generation-{generation}-*/{LEFT_STATE}"))

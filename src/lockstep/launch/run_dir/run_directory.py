@@ -19,9 +19,11 @@ from lockstep.faults import FaultPlan
 from lockstep.formatting import plural, relative_path
 from lockstep.launch.host.child_process import require_linux
 from lockstep.launch.host.machine import Machine, threads_of_rank
+from lockstep.launch.host.timed_calls import call_in_time
 from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, Script, StartMethod, with_option
 from lockstep.launch.schedulers.scheduler import Allocation
+from lockstep.launch.terminal.console import say
 from lockstep.launch_contract import RUN_FILE
 from lockstep.project_files import resolve_settings
 from lockstep.provenance import settings_record, surroundings
@@ -155,6 +157,22 @@ def prepare(
     )
 
 
+def prepare_in_time(
+    request: Request,
+    machine: Machine,
+    given: Allocation | None = None,
+    env: Mapping[str, str] = os.environ,
+    follows: bool = False,
+) -> Job:
+    """As `prepare`, with a deadline."""
+    more = {} if given is None else {"given": given}
+    return call_in_time(
+        lambda: prepare(request, machine=machine, env=env, now=datetime.now(), follows=follows, **more),
+        f"the run directory {request.run_dir or 'runs'}",
+        say,
+    )
+
+
 def _check_numbers(request: Request) -> None:
     if request.max_restarts < 0:
         raise SettingError(f"{request.spelt('--max-restarts', request.max_restarts)}: it must be at least 0")
@@ -232,6 +250,11 @@ def settle(job: Job, *, now: datetime) -> TextIO:
     }
     change_about_run(job.run_dir, lambda about: about["starts"].append(start))
     return lock
+
+
+def settle_in_time(job: Job) -> TextIO:
+    """As `settle`, with a deadline."""
+    return call_in_time(lambda: settle(job, now=datetime.now()), f"the run directory {relative_path(job.run_dir)}", say)
 
 
 def _settings_before_the_script(request: Request) -> dict[str, dict[str, object]]:

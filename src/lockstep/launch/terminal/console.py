@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
@@ -181,6 +182,11 @@ class Screen:
                 self._terminal.write("\r\x1b[K")
                 self._terminal.flush()
         self._unfinished = ""
+
+
+def say(text: str) -> None:
+    """Tell the user, where nothing is shown yet."""
+    Screen(sys.stdout, sys.stderr, os.environ).say(text)
 
 
 def _readable(text: str) -> str:

@@ -1,7 +1,7 @@
 """This node's ranks of one generation, as all parts of the launcher know them.
 
-WorkerGroup   starts them, and notes how they ended ──►┐
-HangMonitor   hears them, and says where they are   ──►│  Generation  ──►  Agent: the report to the other nodes
+WorkerGroup   starts them, and notes how they ended             ──►┐
+HangMonitor   makes this, hears them, and says where they are   ──►│  Generation  ──►  Agent: the report to other nodes
 """
 
 from __future__ import annotations

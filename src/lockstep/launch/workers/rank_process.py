@@ -153,7 +153,7 @@ def run_program(program: Program) -> NoReturn:
     env, process = dict(os.environ), os.getpid()
     try:
         _inject_faults(env)
-        with closing():
+        with closing():  # closes a run that the script leaves open, after an error too: `run.setup.shutdown`
             entry_point(program)()
         failed = False
     except SystemExit as ending:

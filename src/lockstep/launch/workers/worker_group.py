@@ -23,7 +23,6 @@ from lockstep.launch.host.machine import Devices, gpu_names, without_accused
 from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.job.request import Executable
 from lockstep.launch.rendezvous.plan import NodePlacement, Plan, StopMode
-from lockstep.launch.run_dir.owned_directory import has_left_state
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.timeouts import ANSWER_S, PEER_LOST_GRACE_S, TO_LEAVE_S, UNKILLABLE_S, NodeTimeouts
@@ -43,7 +42,7 @@ from lockstep.launch.workers.rank_environment import rank_environment, world_of_
 from lockstep.launch.workers.rank_exits import described_endings, prepare_files, unused_store
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch.workers.rank_output import RankOutput
-from lockstep.launch_contract import TERMINAL
+from lockstep.launch_contract import GENERATION_FILES, LEFT_STATE, TERMINAL
 from lockstep.report import RanksFile, RankStatus, lateness
 
 _RANKS_EVERY_S = 1.0
@@ -368,7 +367,8 @@ class WorkerGroup:
             self._screen.say(said)
             self.final = self.final or self.devices.can_start == 0
         if (memory := self._left_in) is not None and failed:
-            current.left = self._files.ask(lambda: has_left_state(memory, current.number), False, of=memory)
+            left_state = f"{GENERATION_FILES.format(run='*', generation=f'{current.number}-*')}/{LEFT_STATE}"
+            current.left = self._files.ask(lambda: any(memory.glob(left_state)), False, of=memory)
         if course.store_unused and (note := unused_store(current.endings, current.world_size, self._job)):
             self._screen.say(note)
 

@@ -398,7 +398,8 @@ class TrainStep:
                 continue
             # Without any gradient, optimizers only count the step, or fail.
             with suppress(Exception) if not self.updates.share.steps else _AS_USUAL:
-                self._precision.step(optimizer)
+                if not self._precision.skips(optimizer):
+                    optimizer.step()
         for parameter in target.parameters:
             parameter.grad = None
 

@@ -1,4 +1,16 @@
-"""The training loop: turns of the outer loop, micro-batches of each pass over a data set, losses and updates."""
+"""The training loop: turns of the outer loop, micro-batches of each pass over a data set, losses and updates.
+
+    the script                        the loop (generators, one within the other)
+    for x, y in run.train(data):      _pass             opens the pass, or goes on in the one of a checkpoint
+                                        _micro_batches  for each step: what `step_data` reads for this rank
+         ▲    x, y                        _body         seeds the random numbers and hands out the micro-batch: `yield`
+         └──────────────────────────────────┘
+        run.step(loss)                step              within that `yield`: `train_step` computes gradients
+                                          _body         goes on when the script asks for the next micro-batch
+                                        _micro_batches  after the last one of the step: `end_of_step`
+
+`micro_batches` is the iterator that the script holds; it hands on what `_pass` yields, and knows the length.
+"""
 
 from __future__ import annotations
 

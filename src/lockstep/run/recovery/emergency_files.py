@@ -1,12 +1,15 @@
 """The files that ranks of this node leave for the next generation: their places, and the room for them.
 
-    MEMORY/run-0-generation-3-1f2e/measures-0002          measured values of rank 2, see `measures_journal`
-    MEMORY/run-0-generation-3-1f2e/copied-measures-0005   the same of a rank of another host, see `copied_measures`
-    MEMORY/run-0-generation-3-1f2e/state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
-    MEMORY/run-0-generation-3-1f2e/mirror-0002            the part of rank 2 after the last two steps, see `mirror`
-    MEMORY/run-0-generation-3-1f2e/left-0002              the part of rank 2 when another rank died, as under hsdp
-    MEMORY/run-0-generation-3-1f2e/suspect                its ranks held different bits: none of its states is used
-    MEMORY/run-0-generation-3-1f2e/why-not-0001           why rank 1 has left no state when another rank died
+    MEMORY/lock                                 ranks of a node take turns in looking for room and writing a state
+    MEMORY/run-5b1c22e0-generation-3-9d1f04c7/  of one generation:
+        measures-0002          measured values of rank 2, see `measures_journal`
+        copied-measures-0005   the same of a rank of another host, see `copied_measures`
+        state-0/step-00001234  a checkpoint as in docs/format.md, by one rank of node 0
+        mirror-0002            the part of rank 2 after the last two steps, see `mirror`; likewise rest-, copy-
+        left-0002              the part of rank 2 when another rank died, as under hsdp
+        left-state             a rank has left a state: the launcher looks for this file
+        suspect                its ranks held different bits: none of its states is used
+        why-not-0001           why rank 1 has left no state when another rank died
 
 If the memory has too little room, a state is written to the run directory, under ``emergency``.
 """
@@ -24,7 +27,7 @@ from typing import Final
 
 from lockstep.checkpoint import LOCAL, checksums_in, list_checkpoints, read_manifest, read_part_head
 from lockstep.errors import LockstepError
-from lockstep.launch_contract import LEFT_STATE
+from lockstep.launch_contract import GENERATION_FILES, LEFT_STATE
 from lockstep.memory_use import host_memory
 from lockstep.run.recovery.copied_measures import COPIED
 from lockstep.run.recovery.measures_journal import Journal, read_journal
@@ -49,14 +52,14 @@ class EmergencyFiles:
         memory: directory in the host's memory, which the ranks of one launcher share.
         run_dir: the run directory, which may be that of other nodes, too.
         run: distinguishes the runs of one script.
-        generation: the unique name of this generation.
+        generation: the number of this generation, and a mark that no other one has: ``3-9d1f04c7``.
     """
 
     def __init__(self, memory: Path, run_dir: Path, run: str, generation: str) -> None:
         self._memory: Final = memory
         self._run_dir: Final = run_dir / "emergency"
         self._run: Final = run
-        self._name: Final = f"{run}-generation-{generation}"
+        self._name: Final = GENERATION_FILES.format(run=run, generation=generation)
         #: Directory of this generation in the memory.
         self.own: Final = memory / self._name
         with contextlib.suppress(OSError):
@@ -170,7 +173,8 @@ class EmergencyFiles:
 
     def _before(self) -> list[Path]:
         """The directories of earlier generations, in the memory and in the run directory."""
-        every = [path for place in (self._memory, self._run_dir) for path in place.glob(f"{self._run}-generation-*")]
+        like = GENERATION_FILES.format(run=self._run, generation="*")
+        every = [path for place in (self._memory, self._run_dir) for path in place.glob(like)]
         return [path for path in every if path.name != self._name]
 
 

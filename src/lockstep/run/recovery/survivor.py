@@ -3,8 +3,8 @@
     a rank dies                the next collective call of the others fails, and they hold the state of the last step
     one survivor at a time     writes this state into memory, as a checkpoint, unless another survivor has
     ... or, with ``mirror``    each rank has copied its part into memory after the step, where it outlives the rank
-    the next generation        all ranks list the states on their nodes; the newest complete one is loaded, and sent
-                               to nodes that have none; without one, the newest checkpoint is loaded
+    the next generation        the first rank of each node lists the states there; the newest complete one is loaded,
+                               and sent to nodes that have none; without one, the newest checkpoint is loaded
     two steps later            the files of the dead generation are removed
 
 `emergency_files` gives the place of each of these files.

@@ -251,15 +251,14 @@ class Precision:
             noted[device] = agreed.to(device)
         self._found[id(optimizer)] = agreed
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step ``optimizer`` after `unscale`, unless its gradients are not finite in fp16.
+    def skips(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` takes no step after `unscale`, since its gradients are not finite in fp16.
 
         In fp16 the host waits once for a GPU. By torch's scaler it would do so, and twice more for `update_scale`.
         """
-        if self.scales and bool(self._found.pop(id(optimizer))):
-            self._skipped = True
-        else:
-            optimizer.step()
+        skips = self.scales and bool(self._found.pop(id(optimizer)))
+        self._skipped |= skips
+        return skips
 
     @property
     def loss_scale(self) -> float:

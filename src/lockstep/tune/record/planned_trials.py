@@ -19,7 +19,7 @@ from lockstep.records import MOST_GROWN, from_known, read_bytes, value_in
 from lockstep.small_files import replace_text
 from lockstep.tune.record.journal import JournalReader, SearchPlan
 from lockstep.tune.record.records import TrialBegan
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.search import Space
 from lockstep.tune.search.dimensions import decoded, encoded
 

@@ -5,7 +5,8 @@ RUN/claims                which worker has which trial
 RUN/planned.json          trials that users have enqueued, and repeats, by the numbers that are bound to them
 RUN/warm_start.json       what is known from other searches
 RUN/journal/              a file for each worker, and a lock that its process holds for as long as it lives
-RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs
+RUN/finished.json         which worker has recorded the end of the search
+RUN/workers/0000/         the run directory of a worker: logs, failures, reports of hangs; death.json: how it died
 RUN/trials/00000/         the files of a trial: metrics, checkpoints
 """
 

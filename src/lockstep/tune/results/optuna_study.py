@@ -22,7 +22,7 @@ from lockstep.errors import SettingError
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, SearchRecord, read_search
 from lockstep.tune.record.records import LossReported, Record, TrialBegan, TrialEnded
 from lockstep.tune.record.trial import Trial
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.search import Choice, Float, Int, Point, Space
 from lockstep.tune.search.dimensions import Dimension, decoded, encoded
 from lockstep.tune.search_settings import SearchSettings

@@ -6,7 +6,9 @@ algorithm             the protocol: observe, forget, propose
 algorithms            words such as "auto" to algorithms; an operator as an algorithm
 population            individuals from the best to the worst
 operators             selection, crossover, mutation, initialisation and how they are put together
+evolution             several ways to breed, of which those that succeed are used more; pareto: several losses
 bayesian              the default: models of the loss (gaussian_process) beside evolution
+cma_es, nelder_mead, particle_swarm, optuna_samplers   others, each in a file
 islands               who breeds where, who moves
 """
 

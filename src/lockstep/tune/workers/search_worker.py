@@ -27,8 +27,8 @@ from lockstep.tune.record.planned_trials import PlannedTrial, PlannedTrials
 from lockstep.tune.record.records import AttemptCut, LossReported, MovePlanned, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import Death, Search, WorkerPlacement
 from lockstep.tune.record.trial import Trial
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.record.trial_history import Improvements, TrialHistory
-from lockstep.tune.record.trial_locks import TrialClaims
 from lockstep.tune.record.warm_start import WarmStart
 from lockstep.tune.results.result import rank_of
 from lockstep.tune.search import Move, Point, Proposal

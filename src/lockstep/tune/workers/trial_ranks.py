@@ -101,7 +101,7 @@ class TrialRank:
             Exception: of the objective, if it was raised on some ranks only, which are out of step and must end.
         """
         while text := self._channel.tell(self._next()):
-            self._evaluate(TrialOrder.from_text(text))
+            self._carry_out(TrialOrder.from_text(text))
         if self._stops.asked:
             raise SystemExit(EXIT_STOPPED)
 
@@ -113,7 +113,7 @@ class TrialRank:
         order = None if self._stops.asked else self._leader.next()
         return "" if order is None else order.to_text()
 
-    def _evaluate(self, order: TrialOrder) -> None:
+    def _carry_out(self, order: TrialOrder) -> None:
         trial = CurrentTrial(
             number=order.number,
             directory=self._directory.trial(order.number),
