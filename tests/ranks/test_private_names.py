@@ -467,11 +467,16 @@ def try_set_temporary_directory():
 
 
 AT_THE_END = """
-import atexit, threading, time
+import atexit, threading, time, weakref
 from lockstep import cpython_private
+class Any: pass
+before, after = Any(), Any()
 atexit.register(print, "forgotten")
+weakref.finalize(before, print, "forgotten")
 cpython_private.forget_exit_handlers()
 atexit.register(print, "handler")
+weakref.finalize(after, print, "finalizer", cpython_private.leaves_at_once())
+atexit.register(lambda: print("leaves", cpython_private.leaves_at_once()))
 threading.Thread(target=lambda: (time.sleep(0.05), print("thread"))).start()
 cpython_private.wait_for_threads()
 cpython_private.run_exit_handlers()
@@ -482,7 +487,8 @@ print("end")
 @row
 def try_wait_for_threads():
     words = subprocess.check_output([sys.executable, "-c", AT_THE_END], text=True).split()
-    assert words == ["thread", "handler", "end"]
+    assert words == ["thread", "leaves", "True", "handler", "finalizer", "False", "end"]
 
 
-ROWS["run_exit_handlers"] = ROWS["forget_exit_handlers"] = try_wait_for_threads
+for name in ("run_exit_handlers", "leaves_at_once", "forget_exit_handlers", "forget_finalizers"):
+    ROWS[name] = try_wait_for_threads

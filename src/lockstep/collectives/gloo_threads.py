@@ -17,6 +17,7 @@ becomes its garbage, from the fork on.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -28,11 +29,14 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from lockstep.cpython_private import leaves_at_once
+
 #: The name of these threads in the system.
 _NAME = "pt_gloo_runloop"
 #: The threads rest within a millisecond. If a peer is gone, a thread may wait for it for minutes, which is a rest, too.
 _PATIENCE_S = 2.0
 
+_destroyed = threading.Event()  # process groups were destroyed
 _forks = threading.RLock()  # for the length of a fork; a signal's handler may fork once more
 _collected: list[bool] = []  # whether the garbage collector was on, before each of the forks under way
 
@@ -58,7 +62,7 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_c
 
 
 def destroy_process_groups(*, abort: bool = False) -> None:
-    """Destroy all process groups of torch, and wait until gloo's threads rest; for 2 s at most, mostly 11 ms.
+    """Destroy all process groups of torch; where the interpreter ends, it waits until gloo's threads rest.
 
     With ``abort``, collectives under way over NCCL are aborted. Else they are waited for, up to the timeout of
     collectives if another rank does not take part any more.
@@ -67,6 +71,13 @@ def destroy_process_groups(*, abort: bool = False) -> None:
         _abort_process_group()
     else:
         dist.destroy_process_group()
+    _destroyed.set()
+
+
+def _wait_for_rest() -> None:
+    """At the end of the interpreter: wait until gloo's threads rest; for 2 s at most, mostly 11 ms."""
+    if not _destroyed.is_set() or leaves_at_once():
+        return
     end_s = time.monotonic() + _PATIENCE_S
     before = None
     while (now := _activity()) and (now != before or not all(map(_rests, now.values()))):
@@ -75,6 +86,10 @@ def destroy_process_groups(*, abort: bool = False) -> None:
         before = now
         # A thread that waits for Python's lock wakes once in each switch interval, which the system counts.
         time.sleep(2.2 * sys.getswitchinterval())
+
+
+# Now, so that the threads rest after all that the script does at its end, such as closing a run.
+atexit.register(_wait_for_rest)
 
 
 def _activity() -> dict[str, tuple[str, ...]]:

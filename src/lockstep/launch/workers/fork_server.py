@@ -36,7 +36,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.cpython_private import forget_exit_handlers
+from lockstep.cpython_private import forget_exit_handlers, forget_finalizers
 from lockstep.formatting import plural
 from lockstep.launch.host.child_process import kill_group, own_python, signal_when_parent_dies
 from lockstep.launch.host.machine import threads_of_rank
@@ -326,6 +326,8 @@ def _import_once(connection: socket.socket, program: Program, uses_run: bool, on
         # Objects that exist now are shared by all copies and will not become garbage.
         gc.freeze()
         gc.enable()
+        if not isinstance(program, Function):
+            forget_finalizers()
     others = len(list(Path("/proc/self/task").iterdir())) - 1 if sys.platform == "linux" else 0
     if others and not isinstance(program, Function):
         why = f"importing torch, or another library, started {plural(others, 'thread')}"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lockstep.heartbeat import is_users
+from lockstep.run.source.script_places import attributes_of
 from lockstep.run.source.source_reads import Path, nodes_of, path_of
 
 UNKNOWN: Final = object()
@@ -36,8 +37,9 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 
 def changed_names() -> frozenset[str]:
     """The globals and attributes that functions of the script's files set, without attributes that constructors set."""
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    return _changed_in(frozenset(file for file in files if file and is_script(file)))
+    # Not by `getattr`, which runs code of some of the thousands of modules.
+    files = [attributes_of(module).get("__file__") for module in list(sys.modules.values())]
+    return _changed_in(frozenset(file for file in files if type(file) is str and is_script(file)))
 
 
 @functools.lru_cache(maxsize=8)
