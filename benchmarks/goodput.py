@@ -205,7 +205,8 @@ def shares_within(seen: list[tuple[float, int]], kills_s: list[float]) -> list[f
     for kill_s, next_s in itertools.pairwise(kills_s):
         half_s = (next_s - kill_s) / 2
         calm = [(at(end_s) - at(end_s - half_s)) / half_s for end_s in (kill_s, next_s)]
-        shares.append((at(next_s) - at(kill_s)) / (sum(calm) / 2 * (next_s - kill_s)))
+        if min(calm) > 0:  # else the ranks were not back for so long
+            shares.append((at(next_s) - at(kill_s)) / (mean(calm) * (next_s - kill_s)))
     return shares
 
 
