@@ -54,6 +54,7 @@ class NonFiniteChecks:
         read_later: Callable[[torch.Tensor], PinnedCopy] = PinnedCopy,
     ) -> None:
         self._on_nan: Final = on_nan
+        self.locates: Final = on_nan == "locate"  #: whether gradients are looked at as they are computed
         self._rank: Final = rank
         self._warn: Final = warn
         self._last_good: Final = last_good
@@ -92,17 +93,14 @@ class NonFiniteChecks:
         step: int,
         micro_batches: str,
     ) -> Iterator[None]:
-        """A context in which this rank's gradients are checked as backward passes compute them, before any sum.
+        """A context, where `locates`, in which this rank's gradients are checked as backward passes compute them.
 
-        Waits for a GPU at each of ``parameters``. Of divided parameters no rank has a gradient of its own.
+        They are checked before any sum. Waits for a GPU at each of ``parameters``. Of divided parameters no rank has a gradient of its own.
 
         Raises:
             NonFiniteError: if a gradient is not finite and ``on_nan`` is ``locate``. The error names the first such
                 parameter in the order of the backward pass, which is the nearest to the loss.
         """
-        if self._on_nan != "locate":
-            yield
-            return
         where = f"at step {step + 1} on rank {self._rank}, {micro_batches}"
 
         def look(parameter: nn.Parameter, gradient: torch.Tensor) -> None:

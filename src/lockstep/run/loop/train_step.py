@@ -102,6 +102,8 @@ class TrainStep:
         self._state: Final = state
         self._clip_norm: Final = context.settings.clip_norm
         self._finite: Final = finite
+        # In fp16 a gradient that is not finite is a loss scale that is too large.
+        self._locates: Final = finite.locates and not context.precision.scales
         self._carried: Final = context.carried
         self.transcript: Final = transcript
         self.replays: Final = Replays(group, state, context.inputs, notes_all=transcript is not None)
@@ -203,7 +205,7 @@ class TrainStep:
                 compute = self._strategy.replay if replayed else self._strategy.backward
                 with (
                     _AS_USUAL if self.replays.play is None else self.replays.watching(scaled),
-                    self._locating(target, f"micro-batch {position.index} of {position.of}"),
+                    self._locating(target, position.index, position.of) if self._locates else _AS_USUAL,
                 ):
                     compute(scaled, weight, target, position)
             if task is not None and self._state.with_closure and not replayed:
@@ -213,7 +215,10 @@ class TrainStep:
             if not replayed:
                 self._losses.items[position.index] = items
                 weight = self._weight(share, self._widest) if weighs else None
-                with self._kernels.backward(), self._locating(target, f"one of its {position.of} micro-batches"):
+                with (
+                    self._kernels.backward(),
+                    self._locating(target, None, position.of) if self._locates else _AS_USUAL,
+                ):
                     losses = pipeline.compute(task, weight, target, position)
                 self._take_losses(losses, position.of, target)
         if position.last:
@@ -222,10 +227,9 @@ class TrainStep:
         if len(self._state.optimizers) > 1:
             self._marker.set_phase("forward")  # of the next loss
 
-    def _locating(self, target: ParameterSet, micro_batches: str) -> AbstractContextManager[None]:
-        """See `NonFiniteChecks.locating`; in fp16 a gradient that is not finite is a loss scale that is too large."""
-        if self._precision.scales:
-            return _AS_USUAL
+    def _locating(self, target: ParameterSet, index: int | None, of: int) -> AbstractContextManager[None]:
+        """See `NonFiniteChecks.locating`."""
+        micro_batches = f"one of its {of} micro-batches" if index is None else f"micro-batch {index} of {of}"
         return self._finite.locating(target.whole, self._state.name_of, self._step, micro_batches)
 
     def _value_of(self, loss: Loss, task: LossCall | None, position: MicroBatchPosition, items: Items) -> torch.Tensor:

@@ -217,6 +217,8 @@ class Audit:
         Raises:
             AuditError: on this rank alone, if bytes have changed without being written.
         """
+        if not self._stored and self._good is not None:
+            return
         seen = [each for each in self._stored if (each[0].kind >= _IN_STEP) == between]
         self._stored = [each for each in self._stored if each[0].kind < _IN_STEP] if between else []
         step = self._context.position.progress.step
