@@ -93,9 +93,10 @@ class NonFiniteChecks:
         step: int,
         micro_batches: str,
     ) -> Iterator[None]:
-        """A context, where `locates`, in which this rank's gradients are checked as backward passes compute them.
+        """A context in which this rank's gradients are checked as backward passes compute them; where `locates`.
 
-        They are checked before any sum. Waits for a GPU at each of ``parameters``. Of divided parameters no rank has a gradient of its own.
+        They are checked before any sum. Waits for a GPU at each of ``parameters``. Of divided parameters no rank has a
+        gradient of its own.
 
         Raises:
             NonFiniteError: if a gradient is not finite and ``on_nan`` is ``locate``. The error names the first such
