@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, SearchRecord
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
-from lockstep.tune.record.trial import Move, Reported, Trial
+from lockstep.tune.record.trial import MadeMove, Reported, Trial
 from lockstep.tune.search import Choice, Float, Individual, Int, Space, make_algorithm
 from lockstep.tune.stopping import make_stopping
 
@@ -36,7 +36,7 @@ def simulated_search(trials=120, islands=2, workers=4, ranks=2, stopping="asha:e
     random, rule = np.random.default_rng(seed), make_stopping(stopping)
     algorithms = [make_algorithm("evolution", SPACE, worker=w, workers=workers // islands) for w in range(workers)]
     known: dict[int, Trial] = {}
-    moves: list[Move] = []
+    moves: list[MadeMove] = []
     free = [(1e9 + 0.3 * worker, worker) for worker in range(workers)]
     for number in range(trials):
         now, worker = heapq.heappop(free)
@@ -70,7 +70,7 @@ def simulated_search(trials=120, islands=2, workers=4, ranks=2, stopping="asha:e
             if islands > 1 and random.random() < 0.08:
                 target = (island + 1) % islands
                 best = min((one for one in known.values() if one.island == island and one.losses), key=lambda t: t.loss)
-                moves.append(Move((best.number,), island, target, copies=True, replaced=(), at_s=now))
+                moves.append(MadeMove((best.number,), island, target, copies=True, replaced=(), at_s=now))
                 copy = Individual(best.number, best.point, best.losses, island=island, worker=best.worker)
                 for other in range(target, workers, islands):
                     algorithms[other].observe([copy])

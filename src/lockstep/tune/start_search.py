@@ -23,7 +23,7 @@ from lockstep.tune.search import AlgorithmFactory, Islands, Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.stopping import StoppingRule
 from lockstep.tune.workers.driver import Driver, SearchRequest
-from lockstep.tune.workers.trial_channel import RankChannel, StopSignals
+from lockstep.tune.workers.trial_channel import StopSignals, TrialChannel
 from lockstep.world import World
 
 #: No trial begins in the last seconds of a job.
@@ -244,7 +244,7 @@ def _be_worker(
     search: Search,
     world: World,
     placement: WorkerPlacement,
-    channel: RankChannel,
+    channel: TrialChannel,
     stops: StopSignals,
 ) -> bool:
     """Evaluate trials; returns whether this worker is the one that records the end of the search."""
@@ -308,7 +308,7 @@ def _start_workers(
     return load(directory.path)
 
 
-def _compare_ranks(space: Space, settings: SearchSettings, channel: RankChannel) -> None:
+def _compare_ranks(space: Space, settings: SearchSettings, channel: TrialChannel) -> None:
     """Check that all ranks search the same: each makes the parameters of a trial of its own space. Collective.
 
     Raises:

@@ -30,7 +30,7 @@ from lockstep.errors import SettingError
 from lockstep.records import MOST_GROWN, of_kind, read_bytes, read_object
 from lockstep.small_files import create_text, flush_names, replace_text
 from lockstep.tune.record.records import AttemptCut, Entry, LossReported, Record, TrialBegan, TrialEnded, decode, encode
-from lockstep.tune.record.trial import Move, Trial
+from lockstep.tune.record.trial import MadeMove, Trial
 from lockstep.tune.record.trial_history import TrialHistory
 from lockstep.tune.search.space import Space
 
@@ -296,7 +296,7 @@ class SearchRecord:
     space: Mapping[str, Any]  #: as JSON; `lockstep.tune.search` reads it
     settings: Mapping[str, Any]  #: of the search: seed, trials, islands, algorithm...
     trials: tuple[Trial, ...]  #: by their numbers
-    moves: tuple[Move, ...]  #: between islands, by time
+    moves: tuple[MadeMove, ...]  #: between islands, by time
 
     @property
     def evaluations(self) -> Iterator[Trial]:

@@ -83,7 +83,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class MadeMove:
     """Individuals were sent from one island to another."""
 
     numbers: tuple[int, ...]  #: of their trials

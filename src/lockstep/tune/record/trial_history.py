@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.tune.record.records import AttemptCut, Entry, LossReported, MovePlanned, TrialBegan, TrialEnded
-from lockstep.tune.record.trial import Move, Reported, Trial
+from lockstep.tune.record.trial import MadeMove, Reported, Trial
 
 
 @dataclass(slots=True)
@@ -114,12 +114,12 @@ class TrialHistory:
         running = sorted(self._running - self._repeated.keys())
         return tuple(trial for trial in map(self.trial, running) if trial is not None)
 
-    def moves(self) -> tuple[Move, ...]:
+    def moves(self) -> tuple[MadeMove, ...]:
         """All moves between islands, by time."""
         planned = [move for _, move in sorted(self._moves.items(), key=lambda item: (item[1].at_s, item[0]))]
         places = {(move.replaced_by, move.source): move.number for move in planned if move.what == "replaced"}
         return tuple(
-            Move(
+            MadeMove(
                 numbers=(move.number,),
                 source=move.source,
                 target=move.target,

@@ -33,7 +33,7 @@ _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
-class RankChannel(Protocol):
+class TrialChannel(Protocol):
     """The connection of a rank to the other ranks of its worker."""
 
     def tell(self, text: str) -> str:
@@ -48,7 +48,7 @@ class RankChannel(Protocol):
         ...
 
 
-class SingleRankChannel(RankChannel):
+class SingleRankTrialChannel(TrialChannel):
     """For a worker with one rank."""
 
     @override
@@ -60,7 +60,7 @@ class SingleRankChannel(RankChannel):
         return "renew" if _is_bad(own) else "well"
 
 
-class StoreRankChannel(RankChannel):
+class StoreTrialChannel(TrialChannel):
     """For a worker with several ranks.
 
     Args:

@@ -21,7 +21,7 @@ from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.tune.record.search_directory import Search
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker, TrialOrder
-from lockstep.tune.workers.trial_channel import RankChannel, SingleRankChannel, StopSignals, StoreRankChannel
+from lockstep.tune.workers.trial_channel import SingleRankTrialChannel, StopSignals, StoreTrialChannel, TrialChannel
 from lockstep.world import World
 
 #: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
@@ -83,7 +83,7 @@ class TrialRank:
         search: Search,
         objective: Objective,
         leader: SearchWorker | None,
-        channel: RankChannel,
+        channel: TrialChannel,
         connections: Connections,
         stops: StopSignals,
     ) -> None:
@@ -173,22 +173,22 @@ class TrialRank:
 
 
 @contextlib.contextmanager
-def open_channel(world: World, *, by_driver: bool) -> Iterator[tuple[RankChannel, StopSignals]]:
+def open_channel(world: World, *, by_driver: bool) -> Iterator[tuple[TrialChannel, StopSignals]]:
     """The channel to the other ranks of this worker; within, signals that ask to stop are handled. Collective."""
     stops = StopSignals(by_driver=by_driver)
     with stops.listening():
         if world.size == 1:
-            yield SingleRankChannel(), stops
+            yield SingleRankTrialChannel(), stops
             return
         os.environ.update(world.rank_variables())
         store = open_store(world, f"search/{world.generation}", Settings().peer_timeout_s)
-        yield StoreRankChannel(store, world.rank, world.size, lambda: stops.asked), stops
+        yield StoreTrialChannel(store, world.rank, world.size, lambda: stops.asked), stops
 
 
 def evaluate_trials(
     search: Search,
     objective: Objective,
-    channel: RankChannel,
+    channel: TrialChannel,
     stops: StopSignals,
     leader: SearchWorker | None,
 ) -> bool:
