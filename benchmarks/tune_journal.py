@@ -28,7 +28,7 @@ from lockstep.tune import Choice, Float, Int, Space
 from lockstep.tune.record.journal import JournalWriter, SearchPlan, read_search
 from lockstep.tune.record.records import LossReported, TrialBegan, TrialEnded
 from lockstep.tune.record.search_directory import Search, SearchDirectory, WorkerPlacement
-from lockstep.tune.record.trial_locks import TrialClaims
+from lockstep.tune.record.trial_claims import TrialClaims
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker, TrialOrder

@@ -260,7 +260,8 @@ def test_in_fp16_the_host_waits_once_for_each_optimizer():
         parameters[1].grad[0] = math.inf if infinite else 1
         with Costs() as costs:
             precision.unscale(optimizer, lambda found: found)
-            precision.step(optimizer)
+            if not precision.skips(optimizer):
+                optimizer.step()
             assert precision.update_scale() is not infinite
         assert costs.waits == 1
         assert torch.equal(before, parameters[0]) is infinite

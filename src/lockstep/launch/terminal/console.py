@@ -68,7 +68,7 @@ class Screen:
 
     def __init__(self, out: TextIO, err: TextIO, env: Mapping[str, str]) -> None:
         plain = {"LOCKSTEP_VIEW": "lines"}
-        self._view = choose_view(out if out.isatty() else err, env)
+        self._view = choose_view(out if out.isatty() or is_notebooks(out) else err, env)
         self._terminal = out if out.isatty() else None
         self._pipe = None if out.isatty() else out
         self._piped = 0  # how much of the leader's unfinished line is in the pipe
