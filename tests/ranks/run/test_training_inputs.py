@@ -937,12 +937,33 @@ NOT_PARTS = {
 }
 
 
-def logged(tmp_path, body, after):
+#: What is taken from the last micro-batch of a step, where the step is done.
+OF_LAST = {
+    "brought together": ("history.append(run.mean(loss.item()))", "print(history)", "history, which print(...)"),
+    "a list": ("history.append(loss.item())", "print(history)", "history, which print(...)"),
+    "an object": ("meter.update(loss.item())", "print(meter.values)", "meter.values, which print(...)"),
+    "the least": ("best = min(best, loss.item())", "print(best)", "best, which print(...)"),
+    "of a function": (
+        "history.append(ratio((model(x).argmax(1) == y).sum(), len(y)))",
+        "print(history)",
+        "history, which",
+    ),
+}
+NOT_OF_LAST = {
+    "brought together": ("history.append(run.mean(loss.item()))", "print(history)", "history, which print(...)"),
+    "a count": ("history.append(steps)\n    meter.update(steps)", "print(history, meter.n)"),
+    "where the run is": ("history.append(run.progress.step)", "print(history)"),
+    "of parameters": ("history.append(model.weight.sum().item())", "print(history)"),
+    "not told": ("history.append(loss.item())", "pass"),
+}
+
+
+def logged(tmp_path, body, after, at_step="pass"):
     setup = (
         METER + REPORT.replace("\n", "\n    ") + "\n    import io, json, logging\n    import torch.distributed as dist"
     )
     before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
-    done = "if run.step(F.cross_entropy(model(x), y)):\n    steps += 1"
+    done = f"loss = F.cross_entropy(model(x), y)\nif run.step(loss):\n    steps += 1\n    {at_step}"
     play(tmp_path, f"{body}\n{done}", setup, before, after)
 
 
@@ -957,6 +978,21 @@ def test_what_a_rank_adds_up_alone_and_tells_a_reader_is_said_once_on_one_rank_t
 @pytest.mark.parametrize("name", NOT_PARTS)
 def test_what_is_of_all_ranks_or_logged_as_that_of_one_is_not(tmp_path, capfd, name):
     logged(tmp_path, *NOT_PARTS[name])
+    assert "each rank has its own micro-batches" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", OF_LAST)
+def test_what_is_taken_from_a_ranks_last_micro_batch_and_told_is_said(tmp_path, capfd, name):
+    at_step, after, place = OF_LAST[name]
+    logged(tmp_path, "pass", after, at_step)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "each rank has its own micro-batches" in line)
+    assert line.startswith(place)
+
+
+@pytest.mark.parametrize("name", NOT_OF_LAST)
+def test_what_is_the_same_on_all_ranks_where_a_step_is_done_is_not(tmp_path, capfd, name):
+    at_step, after = NOT_OF_LAST[name]
+    logged(tmp_path, "pass", after, at_step)
     assert "each rank has its own micro-batches" not in capfd.readouterr().err
 
 

@@ -62,6 +62,8 @@ class _Computed(NamedTuple):
     context: Context  #: the function that makes it
     reads: tuple[Read, ...]
     in_pass: bool  #: whether it is made while a pass goes on
+    change: Change
+    at_step: bool  #: whether it is made where `Run.step` says that a step is done
 
 
 class BodyChanges:
@@ -86,8 +88,8 @@ class BodyChanges:
             if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
                 reads = (*change.value, *change.conditions)
                 in_pass = context.at_step or context.covers(change.line)
-                self._reads.setdefault(place.slot, []).append(_Computed(context, reads, in_pass))
-                self._note_at_step(context, place, change)
+                at_step = self._note_at_step(context, place, change)
+                self._reads.setdefault(place.slot, []).append(_Computed(context, reads, in_pass, change, at_step))
         for change in context.reads.changes:
             if context.is_dead(change.guards):
                 continue
@@ -121,9 +123,11 @@ class BodyChanges:
                 elif place is not None and _within_pass(context, use.line):
                     self._elsewhere.add(place.slot)
 
-    def _note_at_step(self, context: Context, place: Place, at: Change | Use) -> None:
-        if context.at_step or (context.covers(at.line) and asks_step(context, at.conditions)):
+    def _note_at_step(self, context: Context, place: Place, at: Change | Use) -> bool:
+        at_step = context.at_step or (context.covers(at.line) and asks_step(context, at.conditions))
+        if at_step:
             self._at_steps.setdefault(place.slot, at.line)
+        return at_step
 
     def _add(
         self,
@@ -172,6 +176,11 @@ class BodyChanges:
         items = id(value) if is_of(value, *_CONTAINERS, torch.Tensor, np.ndarray) else 0
         return self._at_steps.get(place.slot) or next((at for (of, _), at in self._at_steps.items() if of == items), 0)
 
+    def line_of_last(self, place: Place) -> int:
+        """The line that changes a place, where a step is done, by this rank's last micro-batch of it; 0 for none."""
+        made = ((one.context, one.change) for one in self.reads_at(place) if one.at_step)
+        return next((of.line for at, of in made if is_of_turn(at, of.value, without=(of.path,))), 0)
+
     def line_of(self, place: Place, *, always: bool) -> int:
         """The line by which bodies compute a place from its earlier value; 0 for none.
 
@@ -202,11 +211,21 @@ def asks_step(context: Context, reads: Iterable[Read]) -> bool:
     return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
 
 
-def is_of_items(context: Context, reads: Iterable[Read]) -> bool:
-    """Whether ``reads`` are computed from the items of this turn only, by variables that each turn sets anew."""
+def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
+    """Whether ``reads`` are computed from the items of this turn only, by variables that each turn sets anew.
+
+    Reads of ``without`` do not count.
+    """
     changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
-    reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh)}
+    reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh, without=without)}
     return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
+
+
+def is_of_turn(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
+    """As `is_of_items`, also in a function that is given what is computed so."""
+    if context.frame is None:
+        return not context.of_items.isdisjoint(path.root for path, _ in _reached(context, reads, without=without))
+    return is_of_items(context, reads, without=without)
 
 
 def is_of_all_ranks(context: Context, reads: Iterable[Read]) -> bool:

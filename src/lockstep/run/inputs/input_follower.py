@@ -26,6 +26,7 @@ from lockstep.run.inputs.body_changes import (
     is_given_to_all,
     is_of_all_ranks,
     is_of_items,
+    is_of_turn,
     reached_values,
 )
 from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
@@ -358,9 +359,9 @@ class InputFollower:
         while waiting:
             place, what = self.found.places[waiting.pop()]
             known = set(self.found.places)
-            for context, reads, in_pass in self.changes.reads_at(place):
-                of_later = what == _SAMPLE and not in_pass
-                self.take(context, Given("step", _LATER_SAMPLE if of_later else what, "", reads))
+            for made in self.changes.reads_at(place):
+                of_later = what == _SAMPLE and not made.in_pass
+                self.take(made.context, Given("step", _LATER_SAMPLE if of_later else what, "", made.reads))
             waiting += self.found.places.keys() - known
 
     def find_carried_within(self, *, always: bool = False) -> None:
@@ -388,7 +389,7 @@ class InputFollower:
     def _is_made_of_trained(self, place: Place) -> bool:
         """Whether bodies make a place, when first needed, from weights as they were then, which no resume has."""
         made = self.changes.reads_at(place)
-        reached = {id(value) for context, reads, _ in made for value in reached_values(context, reads)}
+        reached = {id(value) for one in made for value in reached_values(one.context, one.reads)}
         return not self.trained.isdisjoint(reached - self._constants)
 
     # ---- calls -------------------------------------------------------------------------------------------------
@@ -440,6 +441,7 @@ class InputFollower:
             function.__globals__,
             cells=dict(zip(function.__code__.co_freevars, closure, strict=False)),
             arguments=arguments,
+            of_items=frozenset(name for name, one in arguments.items() if is_of_turn(context, one.reads)),
             depth=context.depth + 1,
             in_body=samples or in_body,
             at_step=context.at_step or per_step or (asks and runs_in_body(context, call)),

@@ -5,7 +5,8 @@
     print(correct / len(test))                          said: correct is changed by the loop's body
 
 What is told is followed back to variables in the source. What the body has changed there, a look before the body and
-one after it shows, whatever holds it; where the same micro-batch once more changes nothing, the source says so.
+one after it shows, whatever holds it; where the same micro-batch once more changes nothing, the source says so, as it
+does of what is changed once a step by the last micro-batch (``if run.step(loss): losses.append(loss.item())``).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -
     changes = follower.changes
     for place, what in follower.found.places.values():
         # The same micro-batch once more changes no set and no minimum.
+        if line := changes.line_of_last(place):  # also where it is brought together: of the last ones alone
+            return (
+                f"{place.text}, which {what} is computed from, is made in line {line} of the last micro-batch of a step"
+            )
         line = changes.line_of(place, always=True)
         starts = (f"{place.text}.", f"{place.text}[")
         if not line and not any(path == place.text or path.startswith(starts) for path in changed):

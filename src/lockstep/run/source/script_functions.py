@@ -55,6 +55,7 @@ class Context:
     cells: dict[str, CellType] = field(default_factory=dict)
     running: tuple[FrameType, ...] = ()  #: the script's functions that run, of which some have made this one
     arguments: dict[str, Argument] = field(default_factory=dict)
+    of_items: frozenset[str] = frozenset()  #: parameters that get what is computed from the items of the loop's turn
     depth: int = 0
     in_body: bool = False  #: whether a body runs it, or it runs the loop
     sometimes: bool = False  #: not in each body
