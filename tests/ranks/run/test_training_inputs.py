@@ -950,7 +950,6 @@ OF_LAST = {
     ),
 }
 NOT_OF_LAST = {
-    "brought together": ("history.append(run.mean(loss.item()))", "print(history)", "history, which print(...)"),
     "a count": ("history.append(steps)\n    meter.update(steps)", "print(history, meter.n)"),
     "where the run is": ("history.append(run.progress.step)", "print(history)"),
     "of parameters": ("history.append(model.weight.sum().item())", "print(history)"),
