@@ -225,9 +225,13 @@ class Group:
         """Wait until every rank has called `barrier`. Collective."""
         self.gather_objects(None, what)
 
-    def store(self, name: str) -> KeyValueStore:
-        """A new connection to the key-value store, for one thread; ranks with the same ``name`` see the same keys."""
-        own: Store = self._store.clone()  # type: ignore[attr-defined]
+    def store(self, name: str, *, anew: bool = True) -> KeyValueStore:
+        """A new connection to the key-value store, for one thread; ranks with the same ``name`` see the same keys.
+
+        Unless ``anew``, it is the connection that the group has, for the thread that has made the group: where the
+        store may be gone with its rank, torch tries for minutes to make another one.
+        """
+        own: Store = self._store.clone() if anew else self._store  # type: ignore[attr-defined]
         return KeyValueStore(own, name)
 
     def anew(self, world: World) -> Group:

@@ -72,6 +72,7 @@ class BodyChanges:
     def __init__(self) -> None:
         self._seen: Final[dict[tuple[int, str], list[_Seen]]] = {}  # by `Place.slot`
         self._reads: Final[dict[tuple[int, str], list[_Computed]]] = {}
+        self._parts: Final[dict[tuple[int, str], list[_Computed]]] = {}  # of items, by what holds the items
         self._functions: Final[set[tuple[int, ...]]] = set()
         # What is changed when a step is done, and perhaps out of bodies.
         self._elsewhere: Final[set[tuple[int, str]]] = set()
@@ -89,7 +90,10 @@ class BodyChanges:
                 reads = (*change.value, *change.conditions)
                 in_pass = context.at_step or context.covers(change.line)
                 at_step = self._note_at_step(context, place, change)
-                self._reads.setdefault(place.slot, []).append(_Computed(context, reads, in_pass, change, at_step))
+                made = _Computed(context, reads, in_pass, change, at_step)
+                self._reads.setdefault(place.slot, []).append(made)
+                if (whole := context.place_of(change.path.holder)) is not None and whole.slot != place.slot:
+                    self._parts.setdefault(whole.slot, []).append(made)
         for change in context.reads.changes:
             if context.is_dead(change.guards):
                 continue
@@ -148,9 +152,10 @@ class BodyChanges:
             self._seen.setdefault(place.slot, []).append(seen)
 
     def reads_at(self, place: Place) -> list[_Computed]:
-        """The reads that the changes of a place are computed from, whenever the changes are made."""
+        """The reads that the changes of a place, and of items there, are computed from, whenever they are made."""
         owners = (place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1))
-        return [one for owner in owners for one in self._reads.get(owner.slot, [])]
+        of_owners = [one for owner in owners for one in self._reads.get(owner.slot, [])]
+        return of_owners + self._parts.get(place.slot, [])
 
     def makes_anew(self, place: Place) -> bool:
         """Whether bodies set a place without regard to its earlier value: the place tells of the last body only."""

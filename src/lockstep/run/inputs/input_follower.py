@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from datetime import date, datetime
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -361,7 +361,8 @@ class InputFollower:
             known = set(self.found.places)
             for made in self.changes.reads_at(place):
                 of_later = what == _SAMPLE and not made.in_pass
-                self.take(made.context, Given("step", _LATER_SAMPLE if of_later else what, "", made.reads))
+                kind: Literal["told", "step"] = "told" if self.is_of_reader else "step"
+                self.take(made.context, Given(kind, _LATER_SAMPLE if of_later else what, "", made.reads))
             waiting += self.found.places.keys() - known
 
     def find_carried_within(self, *, always: bool = False) -> None:

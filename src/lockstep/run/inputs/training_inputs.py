@@ -22,6 +22,7 @@ from typing import Final
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
 from lockstep.run.inputs.body_changes import in_place
@@ -56,7 +57,8 @@ _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
 _TELLS: Final = {
-    *("print", "write", "writerow", "dump", "dumps", "debug", "info", "warning", "error", "critical"),
+    *("print", "write", "write_text", "writerow", "savetxt", "to_csv", "dump", "dumps"),
+    *("debug", "info", "warning", "error", "critical"),
     *("log", "say", "report", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
     *("set_postfix", "set_postfix_str", "set_description"),
 }
@@ -209,6 +211,10 @@ def _given_in(
         if method in follower.steps:
             hooks = Lines(call.line, call.line)
             yield Given("step", what, where, (*call.every, *conditions, hooks))
+        elif method == "train" and not follower.is_of_reader:
+            # Which of several loaders: not the loaders themselves.
+            reads = (read for part in call.arguments if len(part) > 1 for read in flat(part))
+            yield Given("step", what, where, tuple(read for read in reads if not _is_loader(context, read)))
         elif method in _REGISTERS:
             yield Given("registered", what, where, call.every)
         elif method == "loader":
@@ -255,6 +261,11 @@ def _given_in(
                 needed = []
                 follower.take(inner, end, needed)
                 yield end._replace(reads=(*needed, *conditions))
+
+
+def _is_loader(context: Context, read: Read) -> bool:
+    value = context.value_of(read) if isinstance(read, Path) else NOTHING
+    return is_of(value, DataLoader) or (is_of(value, list, tuple, dict) and bool(value))
 
 
 def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> bool:

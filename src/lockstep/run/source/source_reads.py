@@ -45,6 +45,14 @@ class Path(NamedTuple):
         """The path to the object that has the last attribute."""
         return Path(self.root, self.attributes[:-1])
 
+    @property
+    def holder(self) -> Path:
+        """The path without the keys at its end."""
+        end = len(self.attributes)
+        while end and is_key(self.attributes[end - 1]):
+            end -= 1
+        return Path(self.root, self.attributes[:end])
+
 
 def is_key(attribute: str) -> bool:
     """Whether a part of a path is a key, not an attribute."""
@@ -255,7 +263,10 @@ class _Reader:
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 self._assign(target, value)
             case ast.AugAssign(target=target, value=value):
-                self._bind(target, [*self.expression(target), *self.expression(value)])
+                read = self.expression(value)
+                self._bind(target, [*self.expression(target), *read])
+                if (path := path_of(target)) is not None:  # a tensor is changed in place
+                    self._use(None, path, read, target.lineno)
             case (
                 ast.For(target=target, iter=items, body=body, orelse=orelse)
                 | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)

@@ -56,7 +56,6 @@ class LeaveAgreement:
         self._at = 0, 0
         self._left: Leave | None = None
         self._store: KeyValueStore | None = None
-        self._store_of_thread: KeyValueStore | None = None
         self._main = self._main_task = 0
         self._spins: Final = group.device.type == "cuda"  # a thread that waits for a GPU does not sleep
         self._closing: Final = threading.Event()
@@ -70,9 +69,9 @@ class LeaveAgreement:
             self._main, self._main_task = threading.get_ident(), threading.get_native_id()
             # Connected here, not by the thread: a loader process that is forked while another thread connects inherits
             # locks of the C library that are never released.
-            self._store_of_thread = self._group.store("leaves")
+            store = self._group.store("leaves")
             self._thread = threading.Thread(
-                target=self._watch, args=(self._store_of_thread,), name="lockstep leave agreement", daemon=True
+                target=self._watch, args=(store,), name="lockstep leave agreement", daemon=True
             )
             self._thread.start()
 
@@ -129,17 +128,11 @@ class LeaveAgreement:
         if self._joins and self._thread is not None:
             self._thread.join(_CLOSE_S)
         told = self._parted
-        if isinstance(error, MismatchError) and self._store_of_thread is not None and not self._is_watching():
-            # Not by a new connection: for a store that is gone with its rank, torch would try again for minutes.
-            with contextlib.suppress(LockstepError, RuntimeError):
-                store, number = self._store_of_thread, str(self._at[0])
+        if isinstance(error, MismatchError) and self._agrees:
+            with contextlib.suppress(LockstepError, RuntimeError):  # the store may be gone by now
+                store, number = self._group.store("leaves", anew=False), str(self._at[0])
                 told = store.get(number, _READ_S).partition(" ")[2] if store.is_set(number) else told
         return told
-
-    def _is_watching(self) -> bool:
-        """End the thread; whether it goes on nevertheless, since its peers do not answer."""
-        self.close()
-        return self._thread is not None and self._thread.is_alive()
 
     def _gather(self, leave: Leave) -> list[Leave]:
         return self._group.gather_objects(leave, "the end of a loop or of the run")

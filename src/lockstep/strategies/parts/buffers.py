@@ -187,11 +187,7 @@ class Buffers:
             if held is None or held is buffer:
                 continue
             if held.shape != buffer.shape:
-                raise UsageError(
-                    f"the buffer {name} of {type(owner).__name__} changed its shape from {tuple(buffer.shape)} to "
-                    f"{tuple(held.shape)}: buffers are averaged over the step, so keep the shape, or hold the value in "
-                    "a plain attribute and give it to run.keep(...)"
-                )
+                raise _changed_shape(owner, name, buffer.shape, held.shape)
             with torch.no_grad():
                 buffer.copy_(held)
             own_buffers(owner)[name] = buffer
@@ -206,8 +202,12 @@ class Buffers:
     def _find_moving(self) -> None:
         self._restore_registered()
         changed = {i for i, b in enumerate(self._buffers) if version_of(b) != self._versions[i]}
+        unchanged = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
+        for i in (*changed.difference(self._moving), *(unchanged if self._by_value else ())):
+            if self._buffers[i].shape != self._base[i].shape:  # in place
+                owner, name = self._owners[i]
+                raise _changed_shape(owner, name, self._base[i].shape, self._buffers[i].shape)
         if self._by_value:
-            unchanged = [i for i in range(len(self._buffers)) if i not in changed and i not in self._moving]
             unversioned = {i for i in unchanged if not same(self._buffers[i], self._base[i])}
             if unversioned and not self._small and self._steps >= _FIRST_STEPS:
                 raise UsageError(
@@ -468,6 +468,14 @@ def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
         return True
     found = [t.isfinite().all() for t in tensors]
     return bool(torch.stack([f.to(found[0].device) for f in found]).all())
+
+
+def _changed_shape(owner: nn.Module, name: str, before: torch.Size, now: torch.Size) -> UsageError:
+    return UsageError(
+        f"the buffer {name} of {type(owner).__name__} changed its shape from {tuple(before)} to {tuple(now)}: buffers "
+        "are averaged over the step, so keep the shape. Where the first forward pass gives a buffer its shape, make it "
+        "before run.model(...); or hold the value in a plain attribute and give it to run.keep(...)"
+    )
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
