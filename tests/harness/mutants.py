@@ -354,8 +354,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/parts/buffers.py",
-        "if self._by_value:\n            unchanged",
-        "if False:\n            unchanged",
+        "if self._by_value:\n            unversioned",
+        "if False:\n            unversioned",
         BUFFERS,
     ),
     mutant(
