@@ -889,6 +889,21 @@ def test_what_decides_about_a_write_is_missed_after_a_resume(tmp_path, monkeypat
         resumed(tmp_path, monkeypatch, before=before, after=after)
 
 
+HANDS_ON = """
+    def shrink(model, k):
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(k)
+    def hands_on(*args, **options): return shrink(*args, **options)
+"""
+
+
+@pytest.mark.parametrize("call", ["hands_on(model, n)", "hands_on(model, k=n)", "hands_on(k=n, model=model)"])
+def test_so_is_what_a_function_hands_on_to_the_one_that_writes(tmp_path, monkeypatch, call):
+    with pytest.raises(CheckpointError, match=r"\bn, which .+ depends on, was 3\.0 when it began, and is 2\.0 now"):
+        resumed(tmp_path, monkeypatch, setup=HANDS_ON, before="n = 1.0", after=f"{call}\nn += 1")
+
+
 def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):
     """The rate is set from a variable that a resume begins anew, which shows epochs later only."""
     after = "turn += 1\nif turn == of:\n    optimizer.param_groups[0]['lr'] = 0.01"

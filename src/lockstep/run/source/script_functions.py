@@ -30,6 +30,8 @@ class Argument(NamedTuple):
     value: object  #: where it is known
     text: str = ""  #: of a value that no variable of the caller holds
     stays: bool = True  #: whether the caller's variable is bound to no other object
+    parts: tuple[Argument, ...] | None = None  #: of ``*arguments``: each of them, where all are known
+    named: Mapping[str, Argument] | None = None  #: of ``**options``, likewise
 
     @property
     def name(self) -> str:
@@ -238,7 +240,7 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
     every = call.every
     rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
     bound = {name: Argument(every, NOTHING) for name in rest}
-    is_loose = call.is_starred or any(not name for name, _ in call.keywords)
+    positional, by_name, is_loose = _given_to(context, call)
     function, own, known = callee
     if known is not None:
         for name in (*names, *others):
@@ -254,19 +256,54 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
             bound[name] = Argument((), value, f"{function.__name__}'s {name}")
     if own is not None and names:
         bound[names.pop(0)] = own
-    given = list(zip(names, call.arguments[: call.certain], strict=False))
-    given += [(name, part) for name, part in call.keywords if name in bound]
-    for name, part in given:
-        value, stays = NOTHING, True
-        if len(part) == 1 and isinstance(part[0], Path):
-            value = context.value_of(part[0])
-            stays = bool(part[0].attributes) or len(context.reads.bound_to.get(part[0].root, ())) < 2
-            if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
-                value = NOTHING
-        elif len(part) == 1 and isinstance(part[0], Text):
-            value = context.text_of(part[0])
-        bound[name] = Argument(part, value, stays=stays)
+    bound |= dict(zip(names, positional, strict=False))
+    bound |= {name: one for name, one in by_name.items() if name in (*names, *others)}
+    if parameters.vararg is not None and not is_loose:
+        parts = tuple(positional[len(names) :])
+        bound[parameters.vararg.arg] = Argument(every, NOTHING, parts=parts)
+    if parameters.kwarg is not None and not is_loose:
+        rest_named = {name: one for name, one in by_name.items() if name not in (*names, *others)}
+        bound[parameters.kwarg.arg] = Argument(every, NOTHING, named=rest_named)
     return bound
+
+
+def _given_to(context: Context, call: Call) -> tuple[list[Argument], dict[str, Argument], bool]:
+    """The arguments of a call by their order and by name, and whether there may be others.
+
+    A function that hands on its own ``*arguments`` and ``**options`` hands on those that it got.
+    """
+    positional = [_argument(context, part) for part in call.arguments[: call.certain]]
+    named = {name: _argument(context, part) for name, part in call.keywords if name}
+    is_loose = False
+    if call.is_starred:
+        handed_on = [_handed_on(context, part) for part in call.arguments[call.certain :]]
+        got = handed_on[0].parts if len(handed_on) == 1 and handed_on[0] is not None else None
+        is_loose = got is None
+        positional += [one._replace(reads=call.arguments[call.certain], text=one.name) for one in got or ()]
+    for reads in (part for name, part in call.keywords if not name):
+        handed = _handed_on(context, reads)
+        options = None if handed is None else handed.named
+        is_loose = is_loose or options is None
+        named |= {name: one._replace(reads=reads, text=one.name) for name, one in (options or {}).items()}
+    return positional, named, is_loose
+
+
+def _handed_on(context: Context, reads: tuple[Read, ...]) -> Argument | None:
+    """The parameter of the calling function that ``reads`` are; None for anything else."""
+    path = reads[0] if len(reads) == 1 else None
+    return context.arguments.get(path.root) if isinstance(path, Path) and not path.attributes else None
+
+
+def _argument(context: Context, part: tuple[Read, ...]) -> Argument:
+    value, stays = NOTHING, True
+    if len(part) == 1 and isinstance(part[0], Path):
+        value = context.value_of(part[0])
+        stays = bool(part[0].attributes) or len(context.reads.bound_to.get(part[0].root, ())) < 2
+        if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
+            value = NOTHING
+    elif len(part) == 1 and isinstance(part[0], Text):
+        value = context.text_of(part[0])
+    return Argument(part, value, stays=stays)
 
 
 def _is_loop(function: Path) -> bool:
