@@ -240,7 +240,6 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
     every = call.every
     rest = [one.arg for one in (parameters.vararg, parameters.kwarg) if one is not None]
     bound = {name: Argument(every, NOTHING) for name in rest}
-    positional, by_name, is_loose = _given_to(context, call)
     function, own, known = callee
     if known is not None:
         for name in (*names, *others):
@@ -249,6 +248,7 @@ def bind(context: Context, call: Call, callee: Callee, reads: Reads) -> dict[str
             text = type(value).__name__ if is_self else f"{function.__name__}'s {name}"
             bound[name] = Argument(every, value, text)
         return bound
+    positional, by_name, is_loose = _given_to(context, call)
     bound |= {name: Argument(every if is_loose else (), NOTHING) for name in (*names, *others)}
     defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
     if not is_loose:
