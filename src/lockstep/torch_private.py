@@ -93,6 +93,16 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
+def in_backward() -> bool:
+    """Whether a backward pass runs in this thread, as while a checkpoint recomputes a forward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Let ``function`` be called at the end of the backward pass that calls this, also of one within another."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
 # ---- operations
 
 
@@ -263,6 +273,30 @@ def knows_its_root(block: Any) -> bool:
 def gather_aside(block: Any) -> None:
     """Let ``block`` be gathered by asynchronous collectives, so that prefetching overlaps."""
     block._set_unshard_async_op(True)
+
+
+def ends_backward(block: Any, note_inputs: Callable[[Callable[[], None], object], None]) -> Callable[[], None]:
+    """Let ``note_inputs`` be called with the inputs of ``block``, in place of torch's function around these inputs.
+
+    That function changes the order in which the gradients of an input are added, and with them bits.
+
+    Returns:
+        Ends a backward pass of the block, which that function would do: sums its gradient, and frees its parameters.
+        Also the first argument of ``note_inputs``.
+
+    Raises:
+        SettingError: if torch has no such function around the inputs, see `require`.
+    """
+    group = block._get_fsdp_state()._fsdp_param_group
+    require("fsdp", group, "_register_post_backward_hook", "post_backward")
+    end: Callable[[], None] = group.post_backward
+
+    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        note_inputs(end, (args, kwargs))
+        return args, kwargs
+
+    group._register_post_backward_hook = register
+    return end
 
 
 def op_dispatcher(dtensor: Any) -> Any:

@@ -54,6 +54,7 @@ OPERATIONS = "tests/ranks/strategies/test_divided_parameters.py::test_it_has_the
 TRAINING = "tests/ranks/strategies/test_divided_parameters.py::test_what_a_script_does_while_it_trains"
 DRAWS = "tests/ranks/strategies/test_absent_parameters.py::test_ranks_draw_alike_or_it_is_refused"
 SERVED = "tests/ranks/strategies/test_absent_parameters.py::test_what_servers_do_not_run_is_refused"
+SHARED_INPUTS = "tests/ranks/strategies/test_shared_inputs.py"
 LEFT_BEHIND = "tests/ranks/run/test_emergency.py::test_files_of_earlier_generations_are_found_wherever_there_was_room"
 CHECKSUM = "tests/ranks/data/test_iterable_dataset.py::test_a_checksum_tells_samples_apart_and_is_the_same_for_copies"
 SCHEDULER = "tests/ranks/run/test_guards.py::test_a_scheduler_that_the_script_steps_too"
@@ -727,6 +728,12 @@ MUTANTS = [
         "            self._evaluates = False\n            self.reshard()",
         "            self._evaluates = False",
         TRAINING,
+    ),
+    mutant("strategies/sharded/finished_blocks.py", "not value.is_leaf", "value.requires_grad", SHARED_INPUTS),
+    mutant("strategies/sharded/finished_blocks.py", "end), prepend=True)", "end))", SHARED_INPUTS),
+    mutant("strategies/sharded/finished_blocks.py", "len(self._calls)))", "call.number))", SHARED_INPUTS),
+    mutant(
+        "strategies/sharded/finished_blocks.py", "if call.recomputes and not call.begun:", "if False:", SHARED_INPUTS
     ),
     mutant(
         "strategies/not_whole/absent_parameters.py",

@@ -368,6 +368,35 @@ def try_gather_aside():
     torch_private.gather_aside(divided())
 
 
+@row_of_a_rank
+def try_ends_backward():
+    model, seen = divided(), []
+    end = torch_private.ends_backward(model, lambda end, inputs: seen.append((end, inputs)))
+    x = torch.zeros(1, 2, requires_grad=True) * 1
+    loss = model(x).sum()
+    ((given, ((passed,), _)),) = seen
+    assert given is end
+    assert passed is x
+    loss.backward()
+    end()
+
+
+@row
+def try_in_backward():
+    seen, x = [], torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda _: seen.append(torch_private.in_backward()))
+    x.sum().backward()
+    assert (seen, torch_private.in_backward()) == ([True], False)
+
+
+@row
+def try_after_backward():
+    seen, x, y = [], torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    x.register_hook(lambda _: torch_private.after_backward(lambda: seen.append(y.grad.clone())))
+    (x + y).sum().backward()
+    assert seen == [torch.ones(1)]
+
+
 def dispatcher():
     from torch.distributed.tensor import DTensor
 

@@ -4,6 +4,7 @@
 `hybrid_sharded`    the strategy ``hsdp``: replicas of such groups
 `wrapping`          the modules that are gathered together, as blocks, and their preparation
 `sharded_blocks`    when blocks are gathered and freed, and whether all ranks call the same blocks
+`finished_blocks`   when the backward pass of a block is over
 `prefetch`          the blocks that are gathered ahead
 `fsdp_gradients`    sums the gradients of a block, in place of torch's reduce-scatter
 `whole_gradients`   sums the gradients of parameters that are not divided

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from lockstep.collectives import Group
 from lockstep.strategies.not_whole.held_parameters import HeldParameters
+from lockstep.strategies.sharded.finished_blocks import FinishedBlocks
 from lockstep.strategies.sharded.prefetch import Prefetch
 from lockstep.torch_private import knows_its_root
 
@@ -36,6 +37,7 @@ class ShardedBlocks:
     def __init__(self, group: Group, prefetch: Prefetch, strategy: str, *, keeps_gathered: bool) -> None:
         self._group: Final = group
         self._prefetch: Final = prefetch
+        self._finished: Final = FinishedBlocks()
         self._strategy: Final = strategy
         self._keeps_gathered: Final = keeps_gathered
         self._blocks: Final[list[FSDPModule]] = []
@@ -49,6 +51,8 @@ class ShardedBlocks:
         block = cast(FSDPModule, module)
         self._blocks.append(block)
         self._held.append(HeldParameters(model, module, own, self._strategy))
+        if own:
+            self._finished.add(module, block)
         module.register_forward_pre_hook(partial(self._note_call, len(self._blocks), block), prepend=True)
 
     def add_model(self, model: nn.Module, blocks: Sequence[FSDPModule]) -> None:
@@ -63,6 +67,7 @@ class ShardedBlocks:
     def begin_micro_batch(self, *, compares: bool) -> None:
         """Begin a forward pass with a backward pass; ``compares``: gathered parameters are compared around it."""
         self._computes_step = True
+        self._finished.forget()
         for held in self._held:
             held.compares_marks = compares
 
