@@ -446,10 +446,20 @@ def test_what_a_body_changes_and_computes_with_is_refused_before_it_shows(tmp_pa
     assert f", and {named}, which " in str(caught.value)
 
 
-@pytest.mark.parametrize("chosen", ["batches if n < 150 else others", "(batches, others)[n > 150]"])
-def test_so_is_what_chooses_a_loader(tmp_path, chosen):
+CHOICES = {
+    "at once": ("", "batches if n < 150 else others"),
+    "item": ("", "(batches, others)[n > 150]"),
+    "by a variable": ("chosen = batches if n < 150 else others", "chosen"),
+    "by an item of a variable": ("chosen = (batches, others)[n > 150]", "chosen"),
+    "by a test": ("chosen = batches\nif n > 150:\n    chosen = others", "chosen"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_so_is_what_chooses_a_loader(tmp_path, name):
     before = "n, others = 0, run.loader((torch.ones(16, 3), torch.ones(16).long()), global_batch=8, micro_batch=2)"
-    after = f"for x, y in run.train({chosen}):\n    n += 1\n    {STEP}"
+    first, chosen = CHOICES[name]
+    after = f"{first}\nfor x, y in run.train({chosen}):\n    n += 1\n    {STEP}"
     with pytest.raises(UsageError, match=r"and n, which run\.train\(\.\.\.\) is computed from"):
         play(tmp_path, STEP, before=before, after=after)
 
@@ -876,6 +886,9 @@ WRITES = {
     "view": "for p in model.parameters():\n    p.data.view(-1).mul_(n)",
     "operator": "for p in model.parameters():\n    p *= n",
     "list": "torch._foreach_mul_(list(model.parameters()), n)",
+    "comprehension": "[p.mul_(n) for p in model.parameters()]",
+    "condition of one": "[p.mul_(0.9) for p in model.parameters() if n > 5]",
+    "one within another": "[[p.mul_(n) for p in part.parameters()] for part in model.modules()]",
     "state of the optimizer": "if n > 5:\n    optimizer.state.clear()",
     "item of it": "for p in model.parameters():\n    if n > 5:\n        optimizer.state[p]['momentum_buffer'].zero_()",
 }

@@ -212,8 +212,7 @@ def _given_in(
             hooks = Lines(call.line, call.line)
             yield Given("step", what, where, (*call.every, *conditions, hooks))
         elif method == "train" and not follower.is_of_reader:
-            # Which of several loaders: not the loaders themselves.
-            reads = (read for part in call.arguments if len(part) > 1 for read in flat(part))
+            reads = flat(read for part in call.arguments for read in _choosing(context, part))
             yield Given("step", what, where, tuple(read for read in reads if not _is_loader(context, read)))
         elif method in _REGISTERS:
             yield Given("registered", what, where, call.every)
@@ -263,6 +262,14 @@ def _given_in(
                 yield end._replace(reads=(*needed, *conditions))
 
 
+def _choosing(context: Context, loader: tuple[Read, ...]) -> tuple[Read, ...]:
+    """The reads by which one of several loaders is chosen, and these loaders: ``easy if seen < 100 else hard``."""
+    if len(loader) > 1:
+        return loader
+    changes = [change for change in context.reads.changes if change.path in loader]
+    return tuple(read for one in changes for read in (*one.conditions, *(one.value if len(one.value) > 1 else ())))
+
+
 def _is_loader(context: Context, read: Read) -> bool:
     value = context.value_of(read) if isinstance(read, Path) else NOTHING
     return is_of(value, DataLoader) or (is_of(value, list, tuple, dict) and bool(value))
@@ -301,7 +308,8 @@ def _is_of_trained(follower: InputFollower, context: Context, path: Path) -> boo
     return any(
         isinstance(of, Path)
         and of.attributes[-1:] in _PARTS
-        and (id(context.value_of(of.owner)) in follower.trained or _is_of_optimizer(context, of.owner))
+        and of.root != path.root
+        and _is_of_trained(follower, context, of.owner)
         for of in made
     )
 

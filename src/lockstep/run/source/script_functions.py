@@ -18,7 +18,19 @@ from lockstep.run.source.decided_tests import UNKNOWN, changed_names, value_of_t
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_reads import ITEMS, NO_LOOP, Call, Guard, Loop, Path, Read, Reads, Text, reads_of
+from lockstep.run.source.source_reads import (
+    ITEMS,
+    NO_LOOP,
+    Call,
+    Guard,
+    Loop,
+    Path,
+    Read,
+    Reads,
+    Text,
+    is_of_comprehension,
+    reads_of,
+)
 
 _PLAIN: Final = (bool, int, float, str, type(None))
 
@@ -81,8 +93,9 @@ class Context:
         return bool(self.code.co_flags & inspect.CO_OPTIMIZED)
 
     def is_local(self, name: str) -> bool:
-        """Whether ``name`` is a variable of the function's own."""
-        return name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
+        """Whether ``name`` is a variable of the function's own, or of a comprehension in it."""
+        is_own = name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
+        return is_own or is_of_comprehension(name)
 
     @functools.cached_property
     def loop(self) -> Loop:

@@ -13,20 +13,23 @@ A value also depends on the conditions under which it is set, and on those under
 from __future__ import annotations
 
 import ast
+import copy
 import functools
 import linecache
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from lockstep.loop_variables import fresh_variables, stored
 
+_Node = TypeVar("_Node", bound=ast.AST)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
 _GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
+_WITHIN: Final = " in "  #: before the place of a comprehension, in the name of a variable of its own
 
 
 class Path(NamedTuple):
@@ -38,7 +41,9 @@ class Path(NamedTuple):
     @property
     def text(self) -> str:
         """The text of the path in the script."""
-        return self.root + "".join(name if is_key(name) else f".{name}" for name in self.attributes)
+        return self.root.partition(_WITHIN)[0] + "".join(
+            name if is_key(name) else f".{name}" for name in self.attributes
+        )
 
     @property
     def owner(self) -> Path:
@@ -52,6 +57,11 @@ class Path(NamedTuple):
         while end and is_key(self.attributes[end - 1]):
             end -= 1
         return Path(self.root, self.attributes[:end])
+
+
+def is_of_comprehension(name: str) -> bool:
+    """Whether a variable is a comprehension's own, which has another name here than variables around it."""
+    return _WITHIN in name
 
 
 def is_key(attribute: str) -> bool:
@@ -367,7 +377,8 @@ class _Reader:
             case ast.Name(id=name):
                 self._set(name, read)
                 self.reads.bound_to.setdefault(name, []).append(tuple(read))
-                self._change(Path(name), read, target.lineno)
+                if not is_of_comprehension(name):
+                    self._change(Path(name), read, target.lineno)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one in targets:
                     self._bind(one, read)
@@ -444,10 +455,8 @@ class _Reader:
             case ast.Lambda(args=parameters, body=body):
                 own = {one.arg for one in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs)}
                 return [one for one in self.expression(body) if not (isinstance(one, Path) and one.root in own)]
-            case ast.ListComp(generators=parts) | ast.SetComp(generators=parts) | ast.GeneratorExp(generators=parts):
-                return self._within_parts(parts, [node.elt])
-            case ast.DictComp(generators=parts, key=key, value=value):
-                return self._within_parts(parts, [key, value])
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self._comprehension(node)
             case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
                 read = self.expression(value)
                 self.reads.returned += self._guarded((*read, *self._conditions))
@@ -487,13 +496,24 @@ class _Reader:
             return self.expression(node)
         return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
 
-    def _within_parts(self, parts: Sequence[ast.comprehension], results: Sequence[ast.expr]) -> list[Read]:
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> list[Read]:
         """The reads that a comprehension is computed from; variables of the same names elsewhere are others."""
-        read = [one for part in parts for one in self._items_of(part.iter)]
-        for expression in (*(test for part in parts for test in part.ifs), *results):
-            read += self.expression(expression)
-        own = stored([part.target for part in parts])
-        return [one for one in read if not (isinstance(one, Path) and one.root in own)]
+        own = stored(part.target for part in node.generators)
+        renamed = {name: f"{name}{_WITHIN}{node.lineno}:{node.col_offset}" for name in own}
+        parts = [_with_names(part, renamed) for part in node.generators]
+        parts[0].iter = node.generators[0].iter  # is not within
+        results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
+        read: list[Read] = []
+        before = self._conditions
+        for part in parts:
+            read += self._bind_items(part.target, part.iter)
+            for test in part.ifs:
+                read += (tested := self.expression(test))
+                self._conditions = (*self._conditions, *tested)
+        for result in results:
+            read += self.expression(_with_names(result, renamed))
+        self._conditions = before
+        return [one for one in read if not (isinstance(one, Path) and one.root in renamed.values())]
 
     def _call(self, node: ast.Call) -> Call:
         call = Call(
@@ -530,6 +550,15 @@ class _Reader:
                 parts = [_text_part(part) for part in values]
                 return [Text(tuple(part for part in parts if part is not None), tuple(read))] if all(parts) else read
         return read
+
+
+def _with_names(node: _Node, names: dict[str, str]) -> _Node:
+    """A copy of ``node`` with other names of variables."""
+    made = copy.deepcopy(node)
+    for each in ast.walk(made):
+        if isinstance(each, ast.Name):
+            each.id = names.get(each.id, each.id)
+    return made
 
 
 def _all_of(call: ast.Call) -> Path | None:
