@@ -35,6 +35,9 @@ GENERATION_FILES = "{run}-generation-{generation}"
 LEFT_STATE = "left-state"  #: in the directory of a generation: a file; its survivors have left their state
 SAVE_ONLY = "LOCKSTEP_SAVE_ONLY"  #: this generation saves what survivors left, and no more; why, in words
 
+#: In messages of a rank, and of the launcher, about a value that a script prints of one rank's bodies alone.
+OWN_MICRO_BATCHES = "each rank has its own micro-batches"
+
 TERMINAL = "LOCKSTEP_TERMINAL"  #: path of the terminal of a rank that has one
 
 PRIVATE = "lockstep-"  #: what the name of the launcher's own temporary directory begins with, which holds that socket

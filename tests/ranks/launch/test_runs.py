@@ -140,6 +140,40 @@ def test_a_plain_torch_script_runs_unchanged(workshop):
     assert [generation["ranks"] for generation in about["generations"]] == [2]
 
 
+PRINTS = """
+    import time, torch
+    from lockstep import Run
+    with Run(seed=0) as run:
+        model = run.model(torch.nn.Linear(3, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(torch.randn(16, 3), global_batch=8, micro_batch=2)
+        for epoch in run.epochs(2):
+            for batch in run.train(batches):
+                loss = model(batch).square().mean()
+                run.step(loss)
+            PRINT
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "differs"),
+    [
+        ("print(f'epoch {epoch}: loss {loss.item():.6f}, {time.time()} s')", True),
+        ("[call(f'loss {loss.item():.6f}') for call in (print,)]", True),
+        ("print(f'epoch {epoch}: loss {run.metrics[\"loss\"]:.6f}, {time.time()} s')", False),
+        ("print(f'local loss {loss.item():.6f} on rank {run.rank}')", False),
+    ],
+)
+def test_a_number_of_one_ranks_own_micro_batches_is_shown_once_with_both(workshop, line, differs):
+    script = workshop.script(PRINTS.replace("PRINT", line))
+    ended = workshop.run("--nproc-per-node", 2, "--run-dir", "r", script)
+    assert ended.code == 0, ended.err
+    logs = [(workshop.here / "r" / "logs" / f"rank-000{rank}.log").read_text().splitlines() for rank in range(2)]
+    first = [next(line for line in lines if "loss" in line and "|" not in line) for lines in logs]
+    said = f"rank 0 printed {first[0]!r}, and rank 1 {first[1]!r}: each rank has its own micro-batches"
+    assert ended.err.count("each rank has its own micro-batches") == ended.err.count(said) == differs
+
+
 @pytest.mark.parametrize("way", ["fork", pytest.param("plain", marks=pytest.mark.campaign)])
 def test_the_last_words_name_the_rank_that_failed_first_and_its_line(workshop, way):
     script = workshop.script(FAILS_ON_1)

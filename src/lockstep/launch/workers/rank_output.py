@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from lockstep.launch.diagnosis.error_record import Failure
@@ -13,6 +13,8 @@ from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.terminal.console import Tail
+from lockstep.launch.workers.printed_numbers import PrintedNumbers
+from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.report import StatusFile
 
 
@@ -40,6 +42,8 @@ class RankOutput:
         self._leads = False  # the leader is on this node
         self._leader_log: Tail | None = None  # where it writes to its log only
         self._log_start: int | None = None  # of the leader's log, until that is open
+        self._numbers: PrintedNumbers | None = None  # of another rank here; None: not compared, or said already
+        self._compares = True
         self._generation = -1
         #: Who keeps the other ranks waiting, in words.
         self.late = ""
@@ -54,12 +58,17 @@ class RankOutput:
         """What to wait for: keys, and what the attached rank writes."""
         return [] if self._terminal is None else self._terminal.descriptors
 
-    def begin(self, generation: int, *, leads: bool, log_start: int) -> None:
-        """A generation begins; with ``leads`` its leader is here, whose log was ``log_start`` bytes long before."""
-        self._generation, self._leads, self.late = generation, leads, ""
+    def begin(self, generation: int, log_starts: Mapping[int, int]) -> None:
+        """A generation begins; ``log_starts`` are the lengths, in bytes, of the logs of its ranks here before."""
         # The attached rank's output does not come by its log.
-        self._leader_log, self._log_start = None, log_start if leads and self.attached != 0 else None
+        starts = {rank: start for rank, start in log_starts.items() if rank != self.attached}
+        self._generation, self._leads, self.late = generation, 0 in log_starts, ""
+        self._leader_log, self._log_start = None, starts.get(0)
         self._open_leader_log(urgent=True)
+        if self._compares and 0 in starts and len(starts) > 1:
+            rank = sorted(starts)[1]
+            log = self._files.ask(lambda: Tail(self._job.log(rank), starts[rank]), None, of=self._job.log(rank))
+            self._numbers = PrintedNumbers(rank, log) if log is not None else None
 
     def show(self) -> bool:
         """Show what the leader and the attached rank wrote; returns whether there was something to show."""
@@ -74,6 +83,8 @@ class RankOutput:
     def close(self) -> None:
         """Show what was written last, and close the leader's log."""
         while self.show():
+            pass
+        while self._compare(""):
             pass
         log = self._leader_log
         if log is not None and self._screen.is_behind:
@@ -91,6 +102,7 @@ class RankOutput:
             self._leader_log.close()
             self._leader_log = None
         self._leads, self._log_start = False, None
+        self._leave_numbers()
 
     def _show_attached(self) -> tuple[bool, bool]:
         """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
@@ -115,9 +127,36 @@ class RankOutput:
         if log is None or self._screen.is_behind:
             return False
         new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0))
-        self._screen.leader(log.take(new))
+        text = log.take(new)
+        self._screen.leader(text)
+        if text:
+            self._compare(text)
         self._screen.unfinished(log.unfinished())
         return bool(new)
+
+    def _compare(self, text: str) -> bool:
+        """Compare the leader's new ``text`` with what another rank wrote; returns whether that wrote something."""
+        numbers = self._numbers
+        if numbers is None:
+            return False
+        new = self._files.ask(lambda: numbers.log.new(numbers.log.size()), b"", of=self._job.log(numbers.rank))
+        pair = numbers.differing(text, numbers.log.take(new))
+        if pair is not None:
+            self._screen.say(
+                f"rank 0 printed {pair[0]!r}, and rank {numbers.rank} {pair[1]!r}: {OWN_MICRO_BATCHES}, and another "
+                "number of ranks would print something else. Bring the parts of all ranks together by run.sum(...) "
+                "after the loop, or give run.measure(...) the values in the loop; the word `local` in a line says that "
+                "its numbers are one rank's own"
+            )
+        if pair is not None or OWN_MICRO_BATCHES in text:  # which a rank that knows the variable says itself
+            self._compares = False
+            self._leave_numbers()
+        return bool(new)
+
+    def _leave_numbers(self) -> None:
+        if self._numbers is not None:
+            self._numbers.log.close()
+            self._numbers = None
 
     def _open_leader_log(self, *, urgent: bool = False) -> None:
         """Open the leader's log, unless it is open; it may not be there yet, as on a disk that is full."""

@@ -158,7 +158,7 @@ class WorkerGroup:
         self._course.start_s = time.monotonic()
         self._memory.begin()
         self._fork_server.start(specs, placement.listening)
-        self.output.begin(generation, leads=first == 0, log_start=self._course.log_starts.get(0, 0))
+        self.output.begin(generation, self._course.log_starts)
 
     def poll(self, timeout_s: float) -> None:
         """Take in what happened, waiting up to ``timeout_s`` for something to happen."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
 
+from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.run.inputs.input_places import TrainingInputs
 from lockstep.run.inputs.told_parts import part_told
 from lockstep.run.inputs.training_inputs import training_inputs
@@ -113,7 +114,7 @@ class SharedInputs:
             return  # that loop was left in its first body
         if part := part_told(frame, self._state, changed(before, self._look(frame))):
             self._say(
-                f"{part}: each rank has its own micro-batches, fewer where there are more ranks. Bring the parts of "
+                f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
                 "`local` in a name says that a value is one rank's own"
             )
