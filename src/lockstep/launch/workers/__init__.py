@@ -9,6 +9,6 @@ poll()              fork_server_client   what has happened to the ranks (`fork_m
                     generation           ... which this notes; `rank_exits` finds out why, once all have ended
                     rank_messages        what ranks tell the launcher while they run, and notes for them
                     rank_output          the log of the leader on the screen (`log_stream`: how ranks write it)
-                    printed_numbers      ... and whether another rank has printed other numbers
+                    output_comparison    ... and whether another rank has printed other numbers
 stop(mode)          worker_group         SIGTERM or SIGINT, and SIGKILL for those that stay
 """

@@ -13,7 +13,7 @@ from lockstep.launch.host.timed_calls import FileThread, ScreenThread
 from lockstep.launch.run_dir.run_directory import Job
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal
 from lockstep.launch.terminal.console import Tail
-from lockstep.launch.workers.printed_numbers import PrintedNumbers
+from lockstep.launch.workers.output_comparison import OutputComparison
 from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.report import StatusFile
 
@@ -42,7 +42,7 @@ class RankOutput:
         self._leads = False  # the leader is on this node
         self._leader_log: Tail | None = None  # where it writes to its log only
         self._log_start: int | None = None  # of the leader's log, until that is open
-        self._numbers: PrintedNumbers | None = None  # of another rank here; None: not compared, or said already
+        self._comparison: OutputComparison | None = None  # of another rank here; None: not compared, or said already
         self._compares = True
         self._generation = -1
         #: Who keeps the other ranks waiting, in words.
@@ -68,7 +68,7 @@ class RankOutput:
         if self._compares and 0 in starts and len(starts) > 1:
             rank = sorted(starts)[1]
             log = self._files.ask(lambda: Tail(self._job.log(rank), starts[rank]), None, of=self._job.log(rank))
-            self._numbers = PrintedNumbers(rank, log) if log is not None else None
+            self._comparison = OutputComparison(rank, log) if log is not None else None
 
     def show(self) -> bool:
         """Show what the leader and the attached rank wrote; returns whether there was something to show."""
@@ -102,7 +102,7 @@ class RankOutput:
             self._leader_log.close()
             self._leader_log = None
         self._leads, self._log_start = False, None
-        self._leave_numbers()
+        self._leave_comparison()
 
     def _show_attached(self) -> tuple[bool, bool]:
         """Hand on what the attached rank wrote and what its user types; returns whether it wrote, and whether it waits.
@@ -136,27 +136,27 @@ class RankOutput:
 
     def _compare(self, text: str) -> bool:
         """Compare the leader's new ``text`` with what another rank wrote; returns whether that wrote something."""
-        numbers = self._numbers
-        if numbers is None:
+        comparison = self._comparison
+        if comparison is None:
             return False
-        new = self._files.ask(lambda: numbers.log.new(numbers.log.size()), b"", of=self._job.log(numbers.rank))
-        pair = numbers.differing(text, numbers.log.take(new))
+        new = self._files.ask(lambda: comparison.log.new(comparison.log.size()), b"", of=self._job.log(comparison.rank))
+        pair = comparison.differing(text, comparison.log.take(new))
         if pair is not None:
             self._screen.say(
-                f"rank 0 printed {pair[0]!r}, and rank {numbers.rank} {pair[1]!r}: {OWN_MICRO_BATCHES}, and another "
+                f"rank 0 printed {pair[0]!r}, and rank {comparison.rank} {pair[1]!r}: {OWN_MICRO_BATCHES}, and another "
                 "number of ranks would print something else. Bring the parts of all ranks together by run.sum(...) "
                 "after the loop, or give run.measure(...) the values in the loop; the word `local` in a line says that "
                 "its numbers are one rank's own"
             )
         if pair is not None or OWN_MICRO_BATCHES in text:  # which a rank that knows the variable says itself
             self._compares = False
-            self._leave_numbers()
+            self._leave_comparison()
         return bool(new)
 
-    def _leave_numbers(self) -> None:
-        if self._numbers is not None:
-            self._numbers.log.close()
-            self._numbers = None
+    def _leave_comparison(self) -> None:
+        if self._comparison is not None:
+            self._comparison.log.close()
+            self._comparison = None
 
     def _open_leader_log(self, *, urgent: bool = False) -> None:
         """Open the leader's log, unless it is open; it may not be there yet, as on a disk that is full."""

@@ -23,7 +23,8 @@ from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, mark_of
 from lockstep.run.source.script_functions import Context, is_of, is_ours, is_run
 from lockstep.run.source.script_places import Place
-from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Path, Read, Text, Use, flat
+from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Read, Text, Use, flat
 
 _STEPS: Final = (("step",), ("update",), ("backward",))
 _OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))

@@ -52,6 +52,7 @@ from lockstep.run.source.script_functions import (
     runs_in_body,
 )
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
+from lockstep.run.source.source_paths import Path, is_key
 from lockstep.run.source.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -59,10 +60,8 @@ from lockstep.run.source.source_reads import (
     Choice,
     Counted,
     Lines,
-    Path,
     Read,
     Text,
-    is_key,
     reads_of,
 )
 from lockstep.run.state.registered import State

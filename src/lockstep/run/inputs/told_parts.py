@@ -21,7 +21,8 @@ from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of
 from lockstep.run.source.script_functions import Context, running_functions
 from lockstep.run.source.script_places import NOTHING
-from lockstep.run.source.source_reads import Call, Path
+from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_reads import Call
 from lockstep.run.state.registered import State
 
 

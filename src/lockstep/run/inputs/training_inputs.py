@@ -33,7 +33,8 @@ from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
 from lockstep.run.source.script_functions import Context, is_of, is_run, running_functions
 from lockstep.run.source.script_places import NOTHING
-from lockstep.run.source.source_reads import Call, Lines, Path, Read, flat
+from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_reads import Call, Lines, Read, flat
 from lockstep.run.state.registered import State
 
 _SCALED: Final = (

@@ -49,7 +49,8 @@ from lockstep.run.source.line_calls import function_of
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_functions import is_ours, is_run
 from lockstep.run.source.script_places import attribute_of
-from lockstep.run.source.source_reads import nodes_of, path_of, within
+from lockstep.run.source.source_paths import path_of, within
+from lockstep.run.source.source_reads import nodes_of
 from lockstep.strategies import LossStrategy, ServerStrategy
 from lockstep.torch_private import pytree
 

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from lockstep.heartbeat import is_users
 from lockstep.run.source.script_places import attributes_of
-from lockstep.run.source.source_reads import Path, nodes_of, path_of
+from lockstep.run.source.source_paths import Path, path_of
+from lockstep.run.source.source_reads import nodes_of
 
 UNKNOWN: Final = object()
 #: Whether a file is the script's own, or of a module beside it.

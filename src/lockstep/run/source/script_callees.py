@@ -25,7 +25,8 @@ from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.line_calls import MEMO
 from lockstep.run.source.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.source.script_places import NOTHING, attribute_of, attributes_of
-from lockstep.run.source.source_reads import ITEMS, Call, Choice, Counted, Lines, Path, Read, Text
+from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_reads import ITEMS, Call, Choice, Counted, Lines, Read, Text
 from lockstep.torch_private import forward_hooks, step_hooks
 
 _OF_WITH: Final = {"__enter__", "__exit__", "__aenter__", "__aexit__"}

@@ -18,17 +18,16 @@ from lockstep.run.source.decided_tests import UNKNOWN, changed_names, value_of_t
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
+from lockstep.run.source.source_paths import Path, is_of_comprehension
 from lockstep.run.source.source_reads import (
     ITEMS,
     NO_LOOP,
     Call,
     Guard,
     Loop,
-    Path,
     Read,
     Reads,
     Text,
-    is_of_comprehension,
     reads_of,
 )
 

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from torch import nn
 
 from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, dict_of, look, variables_of
-from lockstep.run.source.source_reads import is_key
+from lockstep.run.source.source_paths import is_key
 
 NOTHING: Final = object()  #: where there is no value
 _DEPTH: Final = 5

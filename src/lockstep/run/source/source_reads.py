@@ -13,60 +13,31 @@ A value also depends on the conditions under which it is set, and on those under
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import linecache
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from lockstep.loop_variables import fresh_variables, stored
+from lockstep.run.source.source_paths import (
+    OF_COMPREHENSION,
+    Path,
+    all_of,
+    asks_for_several_ranks,
+    is_of_comprehension,
+    path_of,
+    text_part,
+    with_names,
+    within,
+)
 
-_Node = TypeVar("_Node", bound=ast.AST)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
 _GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
-_WITHIN: Final = " in "  #: before the place of a comprehension, in the name of a variable of its own
-
-
-class Path(NamedTuple):
-    """A variable that is read, or a value that attributes and constant keys lead to: ``self.parts['pool'].images``."""
-
-    root: str
-    attributes: tuple[str, ...] = ()  #: and keys, as ``['pool']``
-
-    @property
-    def text(self) -> str:
-        """The text of the path in the script."""
-        return self.root.partition(_WITHIN)[0] + "".join(
-            name if is_key(name) else f".{name}" for name in self.attributes
-        )
-
-    @property
-    def owner(self) -> Path:
-        """The path to the object that has the last attribute."""
-        return Path(self.root, self.attributes[:-1])
-
-    @property
-    def holder(self) -> Path:
-        """The path without the keys at its end."""
-        end = len(self.attributes)
-        while end and is_key(self.attributes[end - 1]):
-            end -= 1
-        return Path(self.root, self.attributes[:end])
-
-
-def is_of_comprehension(name: str) -> bool:
-    """Whether a variable is a comprehension's own, which has another name here than variables around it."""
-    return _WITHIN in name
-
-
-def is_key(attribute: str) -> bool:
-    """Whether a part of a path is a key, not an attribute."""
-    return attribute.startswith("[")
 
 
 class Call(NamedTuple):
@@ -287,7 +258,7 @@ class _Reader:
                 self._enter_loop(node, body, [*self.expression(test), _lines_of(test)])
                 self.block(orelse)
             case ast.If(test=test, body=body, orelse=orelse):
-                read = [] if _asks_for_several_ranks(test) else [*self.expression(test), _lines_of(test)]
+                read = [] if asks_for_several_ranks(test) else [*self.expression(test), _lines_of(test)]
                 if any(isinstance(inner, _EXITS) for inner in within(node)):
                     self.reads.exits[self._loops[-1]] += self._guarded((*self._conditions, *read))
                 for block, holds in ((body, True), (orelse, False)):
@@ -499,8 +470,8 @@ class _Reader:
     def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> list[Read]:
         """The reads that a comprehension is computed from; variables of the same names elsewhere are others."""
         own = stored(part.target for part in node.generators)
-        renamed = {name: f"{name}{_WITHIN}{node.lineno}:{node.col_offset}" for name in own}
-        parts = [_with_names(part, renamed) for part in node.generators]
+        renamed = {name: f"{name}{OF_COMPREHENSION}{node.lineno}:{node.col_offset}" for name in own}
+        parts = [with_names(part, renamed) for part in node.generators]
         parts[0].iter = node.generators[0].iter  # is not within
         results = [node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]
         read: list[Read] = []
@@ -511,7 +482,7 @@ class _Reader:
                 read += (tested := self.expression(test))
                 self._conditions = (*self._conditions, *tested)
         for result in results:
-            read += self.expression(_with_names(result, renamed))
+            read += self.expression(with_names(result, renamed))
         self._conditions = before
         return [one for one in read if not (isinstance(one, Path) and one.root in renamed.values())]
 
@@ -527,7 +498,7 @@ class _Reader:
         )
         self._use(call, None, (), node.lineno)
         owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
-        if (path := _all_of(node)) is not None:
+        if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
             if not owner.attributes and (call.arguments or call.keywords):
@@ -547,77 +518,10 @@ class _Reader:
             case ast.Constant(value=str() as text):
                 return [*read, Text((text,), ())]
             case ast.JoinedStr(values=values):
-                parts = [_text_part(part) for part in values]
+                parts = [text_part(part) for part in values]
                 return [Text(tuple(part for part in parts if part is not None), tuple(read))] if all(parts) else read
         return read
 
 
-def _with_names(node: _Node, names: dict[str, str]) -> _Node:
-    """A copy of ``node`` with other names of variables."""
-    made = copy.deepcopy(node)
-    for each in ast.walk(made):
-        if isinstance(each, ast.Name):
-            each.id = names.get(each.id, each.id)
-    return made
-
-
-def _all_of(call: ast.Call) -> Path | None:
-    """The object whose attributes a call sets by name, such as `setattr` and ``vars(x).update``."""
-    match call:
-        case ast.Call(func=ast.Name(id="setattr"), args=[owner, ast.Constant(value=str() as name), _]):
-            path = path_of(owner)
-            return None if path is None else Path(path.root, (*path.attributes, name))
-        case ast.Call(func=ast.Name(id="setattr"), args=[owner, *_]):
-            return path_of(owner)
-        case ast.Call(func=ast.Attribute(value=ast.Call(func=ast.Name(id="vars"), args=[owner]), attr="update")):
-            return path_of(owner)
-        case ast.Call(func=ast.Attribute(value=ast.Attribute(value=owner, attr="__dict__"), attr="update")):
-            return path_of(owner)
-    return None
-
-
-def _text_part(node: ast.expr) -> str | Path | None:
-    """A part of an f-string: a text or a path; None for a computed part."""
-    match node:
-        case ast.Constant(value=str() as text):
-            return text
-        case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
-            return path_of(value)
-    return None
-
-
-def _asks_for_several_ranks(test: ast.expr) -> bool:
-    """Whether a test asks for the number of ranks only, such as the test before lines that only several ranks need."""
-    match test:
-        case ast.Compare(left=left, comparators=[ast.Constant()]):
-            return "world_size" in ast.unparse(left).lower()
-    return False
-
-
 def _lines_of(node: ast.expr) -> Lines:
     return Lines(node.lineno, node.end_lineno or node.lineno)
-
-
-def path_of(node: ast.expr) -> Path | None:
-    """The path of an expression; None for an expression that is no path."""
-    attributes: list[str] = []
-    while True:
-        match node:
-            case ast.Attribute(value=owner, attr=name):
-                attributes.append(name)
-            case ast.Subscript(value=ast.Call(func=ast.Name(id="globals")), slice=ast.Constant(value=str() as name)):
-                return Path(name, tuple(reversed(attributes)))
-            case ast.Subscript(value=owner, slice=ast.Constant(value=str() | int() as key)):
-                attributes.append(f"[{key!r}]")
-            case _:
-                break
-        node = owner
-    return Path(node.id, tuple(reversed(attributes))) if isinstance(node, ast.Name) else None
-
-
-def within(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement's blocks, but not those of functions within."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield child
-            yield from within(child)

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.launch.terminal.console import Tail
-from lockstep.launch.workers.printed_numbers import PrintedNumbers
+from lockstep.launch.workers.output_comparison import OutputComparison
 
 OWN = [
     ("epoch 3 loss 0.25 took 12.1 s", "epoch 3 loss 0.25 took 12.3 s"),
@@ -49,7 +49,7 @@ def numbers(tmp_path):
     log = tmp_path / "rank-0001.log"
     log.touch()
     tail = Tail(log, 0)
-    yield PrintedNumbers(1, tail)
+    yield OutputComparison(1, tail)
     tail.close()
 
 

@@ -34,7 +34,7 @@ _MOST_FORMS: Final = 200
 _MOST_WAITING: Final = 100  # lines of a form that one rank has printed before the other
 
 
-class PrintedNumbers:
+class OutputComparison:
     """Compares lines of rank 0 and of another rank: the n-th line of a form with the n-th line of the same form.
 
     Args:
