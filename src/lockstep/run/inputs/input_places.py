@@ -54,7 +54,7 @@ class TrainingInputs:
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
-    failed: str = ""  #: why the script could not be read
+    failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)
     _slots: set[tuple[int, str]] = field(default_factory=set)  # see `Place.slot`
 

@@ -112,7 +112,7 @@ class SharedInputs:
         (loop, before), self._before_body = self._before_body, None
         if loop != _loop_around(frame):
             return  # that loop was left in its first body
-        if part := part_told(frame, self._state, changed(before, self._look(frame))):
+        if part := part_told(frame, self._state, changed(before, self._look(frame)), self._say):
             self._say(
                 f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "

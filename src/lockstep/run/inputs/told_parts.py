@@ -11,12 +11,12 @@ does of what is changed once a step by the last micro-batch (``if run.step(loss)
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import FrameType
 
 from lockstep.run.inputs.body_changes import is_of_all_ranks, meets
 from lockstep.run.inputs.input_follower import InputFollower
-from lockstep.run.inputs.training_inputs import given_by
+from lockstep.run.inputs.training_inputs import given_by, unread
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of
 from lockstep.run.source.script_functions import Context, running_functions
@@ -26,7 +26,7 @@ from lockstep.run.source.source_reads import Call
 from lockstep.run.state.registered import State
 
 
-def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -> str:
+def part_told(frame: FrameType | None, state: State, changed: Collection[str], say: Callable[[str], None]) -> str:
     """The first place that a body changes and something told to a reader depends on, in words.
 
     "" for none, for one that the script brings together from all ranks, and where the source cannot be read.
@@ -35,6 +35,7 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -
         frame: from which on outward the script's functions are running.
         state: of the run.
         changed: by a body; the paths of variables and of what they hold.
+        say: is told where the source cannot be read.
     """
     follower = InputFollower(state, (), is_of_reader=True)
     met: set[int] = set()
@@ -48,7 +49,8 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str]) -
                 if given.kind == "told":
                     follower.take(context, given)
         follower.follow_changes()
-    except Exception:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
+    except Exception as error:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
+        say(f"{unread(error)}: what the script tells may be of one rank's own micro-batches")
         return ""
     changes = follower.changes
     for place, what in follower.found.places.values():

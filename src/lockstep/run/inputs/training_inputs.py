@@ -91,7 +91,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
         follower.follow_changes()
         follower.find_carried_within()
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
-        return TrainingInputs(failed=f"{type(error).__name__}: {error}")
+        return TrainingInputs(failed=unread(error))
     return follower.found
 
 
@@ -104,7 +104,12 @@ def _take_updates(follower: InputFollower, context: Context, optimizers: Iterabl
                     follower.take(inner, each)
 
 
-def carried_between_batches(frame: FrameType | None, state: State) -> str:
+def unread(error: Exception) -> str:
+    """That the source could not be read, in words."""
+    return f"the script's source could not be read ({type(error).__name__}: {error})"
+
+
+def carried_between_batches(frame: FrameType | None, state: State, say: Callable[[str], None]) -> str:
     """The first place that batches change and a measured value depends on, in words; "" for none or without source.
 
     for x, y in run.evaluate(test):
@@ -114,6 +119,7 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
     Args:
         frame: from which on outward the script's functions are running.
         state: of the run.
+        say: is told where the source cannot be read.
     """
     follower = InputFollower(state, steps={"measure"})
     try:
@@ -127,7 +133,8 @@ def carried_between_batches(frame: FrameType | None, state: State) -> str:
             follower.find_carried(context)
         follower.follow_changes()
         follower.find_carried_within(always=True)
-    except Exception:  # noqa: BLE001 - what only looks on ends no evaluation
+    except Exception as error:  # noqa: BLE001 - what only looks on ends no evaluation
+        say(f"{unread(error)}: what is measured may be computed from this rank's batch before")
         return ""
     return follower.found.carried
 
@@ -145,7 +152,7 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
             of ranks.
     """
     if inputs.failed:
-        say(f"the script's source could not be read ({inputs.failed}): what a body changes is found by its effect only")
+        say(f"{inputs.failed}: what a body changes is found by its effect only")
     for use in inputs.ranks:
         given = use.given
         if use.on == LENGTH or (use.on != "run.rank" and given.kind in ("registered", "write", "step")):

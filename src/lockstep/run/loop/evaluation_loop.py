@@ -162,7 +162,7 @@ class EvaluationLoop:
         if codes in self._read:
             return
         self._read.add(codes)
-        if carried := carried_between_batches(sys._getframe(), self._state):
+        if carried := carried_between_batches(sys._getframe(), self._state, self._context.reporter.say):
             raise UsageError(
                 f"in the loop over run.evaluate(...), {carried}: by this rank's batches, and other numbers of ranks "
                 "have others. Measure each batch by itself; collect what is needed of all in a list, and give that to "
