@@ -172,6 +172,15 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, ob
     return before, after
 
 
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give ``optimizer`` the tables of hooks that its class has left out, by not calling `Optimizer.__init__`.
+
+    Wrappers such as Lookahead do so, and such an optimizer can be stepped, but has no `state_dict`.
+    """
+    if not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):
+        optimizer.__setstate__({"defaults": getattr(optimizer, "defaults", {})})  # as of one that an older torch saved
+
+
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[Any, torch.Tensor]:
     """By devices, whether gradients of ``optimizer`` are not finite. Without it, ranks skip fp16 steps differently."""
     noted: dict[Any, torch.Tensor] = scaler._found_inf_per_device(optimizer)

@@ -226,6 +226,22 @@ def try_step_hooks():
     assert [list(hooks.values()) for hooks in torch_private.step_hooks(optimizer)] == [[print], [max]]
 
 
+class Wrapper(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+
+@row
+def try_complete():
+    optimizer = Wrapper(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    torch_private.complete(optimizer)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1
+    given = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    before = dict(vars(given))
+    torch_private.complete(given)
+    assert vars(given) == before
+
+
 @row
 def try_found_inf():
     scaler = torch.amp.GradScaler("cpu")

@@ -35,6 +35,7 @@ from lockstep.strategies import (
     spans_gpus,
     synchronize_batchnorm,
 )
+from lockstep.torch_private import complete
 
 GivenModel = nn.Module | Callable[[], nn.Module] | Sequence[nn.Module | Callable[[], nn.Module]]
 """The argument of `Run.model`: a model, a function that makes a model, or the stages of a model."""
@@ -132,6 +133,7 @@ class Registration:
             UsageError: after training has begun, or for an optimizer that the strategy cannot step.
         """
         self._start.refuse_late("optimizer")
+        complete(optimizer)
         check_optimizer(optimizer, self._state)
         if needs_closure(optimizer) if closure is None else closure:
             check_closures(self._context, optimizer)

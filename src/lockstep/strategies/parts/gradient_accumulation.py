@@ -247,7 +247,11 @@ def require_items(counted: int) -> None:
         UsageError: if not.
     """
     if counted <= 0:
-        raise UsageError(f"step(count=...): the counts of all micro-batches of the step add up to {counted}")
+        raise UsageError(
+            f"step(count=...): the counts of all micro-batches of the step add up to {counted}, and a mean over no item "
+            "is no number. Leave samples without items out of the data set, or by run.loader(..., order=...), or "
+            "give larger steps (global_batch), so that each step has items"
+        )
 
 
 def begin_total(group: Group, counted: int) -> Callable[[], int]:
