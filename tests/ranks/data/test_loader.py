@@ -236,6 +236,29 @@ def test_augmentation_depends_on_neither_world_nor_workers(dataset):
     assert table_of(on_world(dataset, (8, 2), 1, epoch=2)) != alone
 
 
+class AugmentedByStride(IterableDataset):
+    def __iter__(self):
+        return self.stride(0, 1)
+
+    def stride(self, start, step):
+        return (torch.tensor([number, torch.rand(()).item()]) for number in range(start, 24, step))
+
+
+class AugmentedWhole(IterableDataset):
+    def __iter__(self):
+        return (torch.tensor([number, torch.rand(()).item()]) for number in range(24))
+
+
+@pytest.mark.parametrize("stream", [AugmentedByStride(), AugmentedWhole()])
+def test_a_stream_draws_other_numbers_in_each_micro_batch_and_in_each_epoch(stream):
+    first, second = (
+        {row[1] for row in table_of(on_world(stream, (6, 2), 1, epoch=epoch, shuffle=False))} for epoch in (0, 1)
+    )
+    assert first.isdisjoint(second)
+    # The first sample of each stride is read before its micro-batch is known.
+    assert min(len(first), len(second)) >= 24 - 2
+
+
 def test_persistent_workers_read_each_epoch_from_its_step_also_after_a_break():
     plan = BatchPlan(8, 2, 1)
     here, there = loader_of(Augmented(), plan), loader_of(Augmented(), plan, workers=2)

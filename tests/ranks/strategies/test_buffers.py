@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from lockstep.errors import LockstepError, UsageError
 from lockstep.run import Run
 from lockstep.strategies.parts import buffers
-from lockstep.testing import run_each, state_hash
+from lockstep.testing import run_each, run_ranks, state_hash
 from worlds import on_world
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
@@ -291,6 +291,27 @@ def test_on_one_rank_buffers_are_what_they_are_by_hand(name):
     begun = everything(CASES[name]())
     assert any(not torch.equal(begun[n], t) for n, t in alone(name).items() if not n.startswith(("out", "first")))
     torch.testing.assert_close(alone(name), by_hand(name), **near, equal_nan=True)
+
+
+def given_up(gives_up):
+    """A step that the script leaves after its first micro-batch, and then the same steps from the first on."""
+    with Run(seed=3) as run:
+        torch.manual_seed(7)
+        net = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
+        model = run.model(net)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
+        batches = run.loader((X[:24],), shuffle=False, **SIZES)
+        if gives_up:
+            for (x,) in run.train(batches):
+                run.step(model(x).mean())
+                break
+        for (x,) in run.train(batches):
+            run.step(model(x).square().mean())
+        return state_hash(net)
+
+
+def test_a_step_that_is_given_up_leaves_nothing_in_buffers():
+    assert len(set(run_ranks(given_up, 1, False) + run_ranks(given_up, 1, True) + run_ranks(given_up, 2, True))) == 1
 
 
 def unlike(name, tensors):

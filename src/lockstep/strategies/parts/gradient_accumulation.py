@@ -248,9 +248,9 @@ def require_items(counted: int) -> None:
     """
     if counted <= 0:
         raise UsageError(
-            f"step(count=...): the counts of all micro-batches of the step add up to {counted}, and a mean over no item "
-            "is no number. Leave samples without items out of the data set, or by run.loader(..., order=...), or "
-            "give larger steps (global_batch), so that each step has items"
+            f"step(count=...): the counts of all micro-batches of the step add up to {counted}, and a mean of nothing "
+            "is no number. Leave samples without items out of the data set, or by run.loader(..., order=...), "
+            "or give larger steps (global_batch), so that each step has items"
         )
 
 
