@@ -146,9 +146,10 @@ PRINTS = """
     with Run(seed=0) as run:
         model = run.model(torch.nn.Linear(3, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        batches = run.loader(torch.randn(16, 3), global_batch=8, micro_batch=2)
+        batches, total = run.loader(torch.randn(16, 3), global_batch=8, micro_batch=2), 0.0
         for epoch in run.epochs(2):
             for batch in run.train(batches):
+                total += 0.5 * len(batch)
                 loss = model(batch).square().mean()
                 run.step(loss)
             PRINT
@@ -172,6 +173,14 @@ def test_a_number_of_one_ranks_own_micro_batches_is_shown_once_with_both(worksho
     first = [next(line for line in lines if "loss" in line and "|" not in line) for lines in logs]
     said = f"rank 0 printed {first[0]!r}, and rank 1 {first[1]!r}: each rank has its own micro-batches"
     assert ended.err.count("each rank has its own micro-batches") == ended.err.count(said) == differs
+
+
+def test_what_a_rank_says_of_a_variable_the_launcher_does_not_say_again(workshop):
+    script = workshop.script(PRINTS.replace("PRINT", "print(f'loss {loss.item()}, samples {total}')"))
+    ended = workshop.run("--nproc-per-node", 2, script)
+    assert ended.code == 0, ended.err
+    assert "total, which print(...) is computed from, is changed by the loop's body" in ended.out + ended.err
+    assert (ended.out + ended.err).count("each rank has its own micro-batches") == 1
 
 
 @pytest.mark.parametrize("way", ["fork", pytest.param("plain", marks=pytest.mark.campaign)])
