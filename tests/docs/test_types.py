@@ -44,7 +44,7 @@ def script(tmp_path):
 
 
 def run(command, cwd):
-    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=110)
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True)
 
 
 @pytest.mark.long
