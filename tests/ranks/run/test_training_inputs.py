@@ -446,6 +446,78 @@ def test_what_a_body_changes_and_computes_with_is_refused_before_it_shows(tmp_pa
     assert f", and {named}, which " in str(caught.value)
 
 
+MARGIN = """
+    class Margin:
+        def __init__(self): self.margin, self.shown = 1.0, 0
+        def set_margin(self, margin): self.margin = margin
+        def relax(self): self.margin *= 0.5
+        def show(self): self.shown += 1
+        def __call__(self, out, y): return self.margin * F.cross_entropy(out, y)
+    class Callback:
+        def on_epoch_end(self, trainer): pass
+    class Relaxing(Callback):
+        def on_epoch_end(self, trainer):
+            super().on_epoch_end(trainer)
+            if trainer.n > 1e9:
+                trainer.loss.relax()
+    class Trainer:
+        def __init__(self, loss): self.n, self.loss, self.callbacks = 0, loss, [Relaxing()]
+"""
+#: By what is changed between two passes: what is there before, the loss, and the lines that change it.
+BETWEEN = {
+    "function": ("", "loss(model(x), y)", "if n > 1e9:\n    loss = nn.CrossEntropyLoss(label_smoothing=0.1)"),
+    "lambda": ("", "loss(model(x), y)", "if n > 1e9:\n    loss = lambda out, y: 0.5 * F.cross_entropy(out, y)"),
+    "method": ("", "loss(model(x), y)", "if n > 1e9:\n    loss.relax()"),
+    "argument of a method": ("", "loss(model(x), y)", "loss.set_margin(1 + 1e-9 * n)"),
+    "argument of it by name": ("", "loss(model(x), y)", "loss.set_margin(margin=1 + 1e-9 * n)"),
+    "function within": (
+        "w = 1.0\ndef halve():\n    nonlocal w\n    w *= 0.5",
+        "w * loss(model(x), y)",
+        "if n > 1e9:\n    halve()",
+    ),
+    "item that is taken away": ("ws = [0.5, 1.0]", "ws[-1] * loss(model(x), y)", "if n > 1e9:\n    ws.pop()"),
+    "scheduler": (
+        "cool = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)\nrun.keep(cool=cool)",
+        "loss(model(x), y)",
+        "if n > 1e9:\n    cool.step()",
+    ),
+    "one of two schedulers": (
+        "warm, cool = [torch.optim.lr_scheduler.ExponentialLR(optimizer, g) for g in (1.1, 0.5)]\n"
+        "run.keep(warm=warm, cool=cool)",
+        "loss(model(x), y)",
+        "(cool if n > 1e9 else warm).step()",
+    ),
+    "random numbers": ("", "loss(model(x), y)", "torch.manual_seed(n)"),
+    "number of steps": ("", "loss(model(x), y)", "for _ in run.steps(run.progress.step + n // 10**9):\n    pass"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_so_is_what_a_count_changes_between_two_passes(tmp_path, name):
+    before, loss, after = BETWEEN[name]
+    with pytest.raises(UsageError, match="depends on something that it changes itself") as caught:
+        play(
+            tmp_path, f"n += 1\nrun.step({loss})", setup=MARGIN, before=f"n, loss = 0, Margin()\n{before}", after=after
+        )
+    assert " and n, which " in str(caught.value)
+
+
+def test_so_is_what_a_callback_changes_then(tmp_path):
+    body = "trainer.n += 1\nrun.step(trainer.loss(model(x), y))"
+    after = "for callback in trainer.callbacks:\n    callback.on_epoch_end(trainer)"
+    with pytest.raises(UsageError, match="depends on something that it changes itself") as caught:
+        play(tmp_path, body, setup=MARGIN, before="trainer = Trainer(Margin())", after=after)
+    assert " and trainer.n, which " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "after",
+    ["loss.set_margin(1 + epoch)", "if n > 5:\n    loss.show()", "if epoch > 1:\n    loss = nn.CrossEntropyLoss()"],
+)
+def test_a_count_may_decide_about_what_no_loss_is_computed_from(tmp_path, after):
+    play(tmp_path, "n += 1\nrun.step(loss(model(x), y))", setup=MARGIN, before="n, loss = 0, Margin()", after=after)
+
+
 CHOICES = {
     "at once": ("", "batches if n < 150 else others"),
     "item": ("", "(batches, others)[n > 150]"),

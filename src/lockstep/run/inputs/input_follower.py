@@ -252,6 +252,8 @@ class InputFollower:
         taken = [self._take_returned(context, call, one, given, followed) for one in callees]
         is_known = any(done and one.known is None for done, one in zip(taken, callees, strict=True))
         value = context.value_of(path)
+        if not is_of(value, ModuleType, type) and path.root not in context.arguments:
+            followed += context.reads.set_from.get(path.text, ())  # such as a loss function that lines choose
         if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
@@ -361,8 +363,21 @@ class InputFollower:
             for made in self.changes.reads_at(place):
                 of_later = what == _SAMPLE and not made.in_pass
                 kind: Literal["told", "step"] = "told" if self.is_of_reader else "step"
-                self.take(made.context, Given(kind, _LATER_SAMPLE if of_later else what, "", made.reads))
+                self._take_outward(made.context, Given(kind, _LATER_SAMPLE if of_later else what, "", made.reads))
             waiting += self.found.places.keys() - known
+
+    def _take_outward(self, context: Context, given: Given) -> None:
+        """Note the places that ``given`` is computed from, in a function and in those that call it.
+
+        What a function computes from its parameters its caller gives, who also decides whether it runs:
+        ``if seen > 100: criterion.set_margin(0.1 * seen)``.
+        """
+        while True:
+            outward: list[Read] = []
+            self.take(context, given, outward)
+            if context.caller is None:
+                return
+            context, given = context.caller, given._replace(reads=(*outward, *context.conditions))
 
     def find_carried_within(self, *, always: bool = False) -> None:
         """As `find_carried`, for functions that a body calls: changes that only some bodies make, or ``always`` all."""
@@ -450,6 +465,8 @@ class InputFollower:
             # Two bodies show no difference of samples.
             sometimes=samples or context.sometimes or (at is not None and at.sometimes),
             calls=context.calls,
+            caller=context,
+            conditions=() if at is None or context.is_dead(at.guards) else at.conditions,
         )
         self.enter(inner)
         yield inner

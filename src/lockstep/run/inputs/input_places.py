@@ -18,7 +18,7 @@ from lockstep.run.source.script_places import Held, Place, held
 from lockstep.run.source.source_reads import Read
 
 NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
-FOLLOWED: Final = NOTED | {"told"}  #: kinds of what is followed to the script's variables
+FOLLOWED: Final = NOTED | {"told", "seed"}  #: kinds of what is followed to the script's variables
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 #: Kinds of objects that are no state by themselves, or that the run has.
 STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)

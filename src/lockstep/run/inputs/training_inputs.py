@@ -32,7 +32,7 @@ from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
 from lockstep.run.source.script_functions import Context, is_of, is_run, running_functions
-from lockstep.run.source.script_places import NOTHING
+from lockstep.run.source.script_places import NOTHING, attribute_of
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Call, Lines, Read, flat
 from lockstep.run.state.registered import State
@@ -43,6 +43,7 @@ _SCALED: Final = (
 )
 #: The methods of `Run` that take what a training is made of. Of a loader, how samples are read changes no result.
 _REGISTERS: Final = {"optimizer", "scheduler"}
+_LENGTHS: Final = {"epochs", "steps"}  # those that say how long it is
 _READING: Final = {"workers", "prefetch_factor", "pin_memory", "timeout"}
 _PARTS: Final = {
     ("parameters",),
@@ -222,6 +223,8 @@ def _given_in(
         elif method == "train" and not follower.is_of_reader:
             reads = flat(read for part in call.arguments for read in _choosing(context, part))
             yield Given("step", what, where, tuple(read for read in reads if not _is_loader(context, read)))
+        elif method in _LENGTHS and not follower.is_of_reader:
+            yield Given("step", what, where, (*call.every, *conditions))
         elif method in _REGISTERS:
             yield Given("registered", what, where, call.every)
         elif method == "loader":
@@ -241,12 +244,14 @@ def _given_in(
     is_module = isinstance(path, Path) and is_of(context.value_of(path), nn.Module)
     writes = (
         id(owner) in follower.trained
+        or (call.method == "step" and _is_scheduler(follower, context, call))
         or (is_torchs_change(context, call) and _is_given_trained(follower, context, call))
         or (in_place(call.method) and any(_is_of_trained(follower, context, each) for each in _changed_by(call)))
         or (isinstance(path, Path) and method in _CHANGES and _is_of_optimizer(context, path.owner))
     )
     if writes and not (callees or is_module):
-        yield Given("write", what, where, (*call.every, *conditions))
+        chosen = () if isinstance(path, Path) else call.function
+        yield Given("write", what, where, (*chosen, *call.every, *conditions))
     for callee in callees:
         with follower.entered(context, call, callee) as inner:
             if inner is None:
@@ -281,6 +286,13 @@ def _choosing(context: Context, loader: tuple[Read, ...]) -> tuple[Read, ...]:
 def _is_loader(context: Context, read: Read) -> bool:
     value = context.value_of(read) if isinstance(read, Path) else NOTHING
     return is_of(value, DataLoader) or (is_of(value, list, tuple, dict) and bool(value))
+
+
+def _is_scheduler(follower: InputFollower, context: Context, call: Call) -> bool:
+    """Whether the object whose method is called, or one of those, has an optimizer that is trained."""
+    paths = (read for read in flat(call.function) if isinstance(read, Path))
+    owners = (context.value_of(path.owner if path.attributes[-1:] == (call.method,) else path) for path in paths)
+    return any(id(attribute_of(owner, "optimizer")) in follower.trained for owner in owners)
 
 
 def _is_given_trained(follower: InputFollower, context: Context, call: Call) -> bool:

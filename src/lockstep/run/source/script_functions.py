@@ -75,6 +75,8 @@ class Context:
     at_step: bool = False  #: whether it runs where `Run.step` said that a step is done, within a pass
     unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
     calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
+    caller: Context | None = None  #: the function that calls this one
+    conditions: tuple[Read, ...] = ()  #: under which it does, in that function
 
     @functools.cached_property
     def held(self) -> dict[str, object]:
@@ -177,8 +179,9 @@ class Context:
         return "".join(map(str, values)) if all(type(value) in _PLAIN for value in values) else NOTHING
 
     def is_loop_variable(self, name: str) -> bool:
-        """Whether ``name`` is a variable of the function's own that a loop sets to one item after the other."""
-        bound = self.reads.bound_to.get(name, ()) if self.is_local(name) and name not in self.arguments else ()
+        """Whether ``name`` is a variable of these lines' own that a loop sets to one item after the other."""
+        is_own = (self.is_local(name) or not self.is_function) and name not in self.arguments
+        bound = self.reads.bound_to.get(name, ()) if is_own else ()
         return any(
             isinstance(read, Call) and read.function and isinstance(of := read.function[0], Path) and _is_loop(of)
             for part in bound

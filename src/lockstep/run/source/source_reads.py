@@ -501,7 +501,7 @@ class _Reader:
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
-            if not owner.attributes and (call.arguments or call.keywords):
+            if not owner.attributes and (call.arguments or call.keywords or self._conditions):
                 self.reads.filled_from.setdefault(owner.root, []).extend(
                     self._guarded((*call.every, *self._conditions))
                 )
