@@ -127,9 +127,26 @@ class ParameterSets:
                 f"{self._strategy_name} divides a model as it is then: freeze, unfreeze and add parameters before "
                 "run.model(...), or use ddp or zero"
             )
-        own = [
-            (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p))) for p in now.parameters
-        ]
+        self._require_same(
+            [
+                (self._state.name_of(p), tuple(p.shape), None if p in before else int(checksum(p)))
+                for p in now.parameters
+            ],
+            step,
+        )
+        self._strategy.update_trainable(now)
+
+    def compare(self, step: int) -> None:
+        """Check before a pass that all ranks train the same parameters: else only some would follow. Collective.
+
+        Raises:
+            MismatchError: if not.
+        """
+        if self._strategy.can_update_trainable and self._group.size > 1:
+            learning = (p for parameters in self._state.parameters for p in parameters if p.requires_grad)
+            self._require_same([(self._state.name_of(p), tuple(p.shape), None) for p in learning], step)
+
+    def _require_same(self, own: list[tuple[str, tuple[int, ...], int | None]], step: int) -> None:
         for rank, theirs in enumerate(self._group.gather_objects(own, "which parameters learn")):
             odd = sorted({name for name, *_ in set(own) ^ set(theirs)})
             if odd:
@@ -137,9 +154,9 @@ class ParameterSets:
                     f"the trainable parameters have changed before step {step + 1}, and not in the same way on all "
                     f"ranks: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} of rank {rank} differ from "
                     f"those of rank {self._group.rank}. Freeze, unfreeze and add the same on all ranks, and make new "
-                    "parameters outside of the loop over micro-batches, where all ranks draw the same random numbers"
+                    "parameters outside of the loop over micro-batches, where all ranks draw the same random numbers. "
+                    "What decides about it is the same on all ranks if it comes from run.metrics, or from run.sum(...)"
                 )
-        self._strategy.update_trainable(now)
 
     def _make(self, optimizers: tuple[torch.optim.Optimizer, ...]) -> ParameterSet:
         """The parameter set of ``optimizers``: the parameters that may be trained, and those that are trainable now."""

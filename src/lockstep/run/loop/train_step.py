@@ -116,8 +116,8 @@ class TrainStep:
         self._emergency: Final = context.emergency
         self._leaves: Final = context.leaves
         self._point: Final = point
-        self._sets: Final = ParameterSets(group, strategy, state, context.settings.strategy)
-        self._losses: Final = StepLosses(group, strategy, state, self._sets, self.checks)
+        self.parameter_sets: Final = ParameterSets(group, strategy, state, context.settings.strategy)
+        self._losses: Final = StepLosses(group, strategy, state, self.parameter_sets, self.checks)
         self._weights: Final[dict[tuple[float, torch.dtype, torch.device], torch.Tensor]] = {}
         # The type of weights of losses that are not computed yet; rounded later, these are equal to other weights.
         self._widest: Final = torch.empty((), dtype=torch.float64, device=group.device)
@@ -156,8 +156,8 @@ class TrainStep:
         items = position.samples if count is None else count
         if loss_is != "mean":
             loss = _mean_of(loss, loss_is, items)
-        optimizers = self._sets.named(optimizer)
-        target = self._sets.current(optimizers, self._losses.has_counts, self._step)
+        optimizers = self.parameter_sets.named(optimizer)
+        target = self.parameter_sets.current(optimizers, self._losses.has_counts, self._step)
         if current.turn is not Turn.LOSSES or any(
             not target.places.keys().isdisjoint(other.places) for other in current.reached
         ):
@@ -262,12 +262,12 @@ class TrainStep:
         """Measure the ``loss`` of a micro-batch, a mean over ``items``."""
         self._position.loss = as_it_is(loss)
         number = as_it_is(items) if isinstance(items, torch.Tensor) else items
-        self._metrics.add_loss(self._sets.name_of_loss(target), index, self._position.loss, number)
+        self._metrics.add_loss(self.parameter_sets.name_of_loss(target), index, self._position.loss, number)
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """Serve a whole step of the other ranks; whether these made a step, see `ServerStrategy.serve`."""
-        optimizers = self._sets.named(tuple(self._state.optimizers) or None)
-        target = self._sets.current(optimizers, self._losses.has_counts, self._step)
+        optimizers = self.parameter_sets.named(tuple(self._state.optimizers) or None)
+        target = self.parameter_sets.current(optimizers, self._losses.has_counts, self._step)
         self._marker.set_phase("reduction")
         assert isinstance(self._strategy, ServerStrategy)
         served = self._strategy.serve(target, current.position)
@@ -287,10 +287,10 @@ class TrainStep:
             raise UsageError("a second run.update() in one micro-batch: call it once for each run.backward(loss)")
         if not current.reached:
             raise UsageError("run.update() before run.backward(loss): there is no gradient yet")
-        optimizers = self._sets.named(optimizer)
-        target = self._sets.known(optimizers)
+        optimizers = self.parameter_sets.named(optimizer)
+        target = self.parameter_sets.known(optimizers)
         if target is None or target not in self._losses.has_counts:
-            target = self._sets.current(optimizers, self._losses.has_counts, self._step)
+            target = self.parameter_sets.current(optimizers, self._losses.has_counts, self._step)
         current.due[target] = optimizers
         due = {id(optimizer) for optimizers in current.due.values() for optimizer in optimizers}
         if len(due) == len(self._state.optimizers):
@@ -463,7 +463,7 @@ class TrainStep:
 
     def new_pass(self) -> None:
         """Prepare the first micro-batch of a pass, since modules may have been replaced or added before."""
-        self._sets.new_pass()
+        self.parameter_sets.new_pass()
 
     def _task(self, loss: Callable[..., torch.Tensor], data: tuple[object, ...], target: ParameterSet) -> LossCall:
         """The computation of the loss in the user's place: ``loss(model(inputs), targets)``."""

@@ -329,6 +329,7 @@ class TrainingLoop:
         self._context.strategy.resync()
         self._train_step.say_put_back(self._context.kernels.pin())
         self._train_step.new_pass()
+        self._train_step.parameter_sets.compare(self._position.progress.step)
         self._state.look_for_schedulers(sys._getframe())  # schedulers made by the script since
         self._state.require_kept(sys._getframe())
         if self._context.directory or isinstance(self._context.strategy, ServerStrategy):
