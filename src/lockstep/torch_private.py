@@ -284,28 +284,46 @@ def gather_aside(block: Any) -> None:
     block._set_unshard_async_op(True)
 
 
-def ends_backward(block: Any, note_inputs: Callable[[Callable[[], None], object], None]) -> Callable[[], None]:
-    """Let ``note_inputs`` be called with the inputs of ``block``, in place of torch's function around these inputs.
+def watch_block(
+    block: Any,
+    note_inputs: Callable[[Iterable[torch.Tensor]], None],
+    note_outputs: Callable[[Iterable[torch.Tensor]], None],
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], None]]:
+    """Let ``note_inputs`` and ``note_outputs`` have the tensors of each call of ``block``, in place of torch's hooks.
 
-    That function changes the order in which the gradients of an input are added, and with them bits.
+    Torch puts a function around the inputs, which changes the order in which the gradients of an input are added, and
+    with them bits. Only tensors that need gradients are given, and only where gradients are enabled.
 
     Returns:
-        Ends a backward pass of the block, which that function would do: sums its gradient, and frees its parameters.
-        Also the first argument of ``note_inputs``.
+        What these hooks would do. The first begins a backward pass of the block: gathers its parameters; given a
+        gradient, which it returns. The second ends the pass: sums the gradient, and frees the parameters.
 
     Raises:
-        SettingError: if torch has no such function around the inputs, see `require`.
+        SettingError: if torch has no such hooks, see `require`.
     """
-    group = block._get_fsdp_state()._fsdp_param_group
+    state = block._get_fsdp_state()
+    group = state._fsdp_param_group
     require("fsdp", group, "_register_post_backward_hook", "post_backward")
-    end: Callable[[], None] = group.post_backward
+    require("fsdp", state, "_register_pre_backward_hook", "_pre_backward")
+    # Torch's own, which looks into dataclasses; older releases look into containers only.
+    collect = type(state)._register_pre_backward_hook.__globals__.get("collect_grad_tensors", pytree.tree_leaves)
 
-    def register(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        note_inputs(end, (args, kwargs))
+    def needing_gradients(values: object) -> list[torch.Tensor]:
+        return [one for one in collect(values) if isinstance(one, torch.Tensor) and one.requires_grad]
+
+    def register_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if torch.is_grad_enabled():
+            note_inputs(needing_gradients((args, kwargs)))
         return args, kwargs
 
-    group._register_post_backward_hook = register
-    return end
+    def register_outputs(output: object) -> object:
+        if torch.is_grad_enabled():
+            note_outputs(needing_gradients(output))
+        return output
+
+    group._register_post_backward_hook = register_inputs
+    state._register_pre_backward_hook = register_outputs
+    return state._pre_backward, group.post_backward
 
 
 def op_dispatcher(dtensor: Any) -> Any:

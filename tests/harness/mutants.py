@@ -729,11 +729,19 @@ MUTANTS = [
         "            self._evaluates = False",
         TRAINING,
     ),
-    mutant("strategies/sharded/finished_blocks.py", "not value.is_leaf", "value.requires_grad", SHARED_INPUTS),
-    mutant("strategies/sharded/finished_blocks.py", "end), prepend=True)", "end))", SHARED_INPUTS),
-    mutant("strategies/sharded/finished_blocks.py", "len(self._calls)))", "call.number))", SHARED_INPUTS),
+    mutant("strategies/sharded/finished_blocks.py", "if not tensor.is_leaf:", "if True:", SHARED_INPUTS),
     mutant(
-        "strategies/sharded/finished_blocks.py", "if call.recomputes and not call.begun:", "if False:", SHARED_INPUTS
+        "strategies/sharded/finished_blocks.py",
+        "        if call.over:\n            return gradient\n",
+        "",
+        SHARED_INPUTS,
+    ),
+    mutant("strategies/sharded/finished_blocks.py", "else len(self._calls)))", "else call.number))", SHARED_INPUTS),
+    mutant(
+        "strategies/sharded/finished_blocks.py",
+        "            if call.recomputes:",
+        "            if False:",
+        SHARED_INPUTS,
     ),
     mutant(
         "strategies/not_whole/absent_parameters.py",

@@ -31,6 +31,13 @@ class Reader(nn.Module):
         return x + torch.tanh(seen * x) + self.bias(memory) * x
 
 
+class HandingOn(Reader):
+    """Gives the memory as it was, or another one: by the micro-batch, so ranks differ."""
+
+    def forward(self, x, memory):
+        return super().forward(x, memory), memory if x.detach().sum() > 0 else memory * 0.5
+
+
 class Net(nn.Module):
     """Blocks of which `calls` says how they are called."""
 
@@ -38,7 +45,7 @@ class Net(nn.Module):
         super().__init__()
         self.calls = calls
         self.first, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Reader() for _ in range(4)])
+        self.blocks = nn.ModuleList([HandingOn() if calls in HANDING_ON else Reader() for _ in range(4)])
 
     def forward(self, x):
         return self.calls(self.blocks, self.first(x), torch.tanh(self.memory(x)))
@@ -111,9 +118,30 @@ def recomputed_by_pairs(blocks, x, memory):
     return x
 
 
+def handed_on(blocks, x, memory):
+    for block in blocks:
+        x, memory = block(x, memory)
+    return x
+
+
+def handed_on_twice(blocks, x, memory):
+    for block in (*blocks, *blocks):
+        x, memory = block(x, memory)
+    return x + memory
+
+
+def replaced_by_hooks(blocks, x, memory):
+    for block in blocks:
+        handle = block.register_forward_hook(lambda _module, _inputs, output: output * 1.1)
+        x = block(block(x, memory), memory)
+        handle.remove()
+    return x
+
+
+HANDING_ON = (handed_on, handed_on_twice)
 SHAPES = (
     *(in_a_row, by_name, all_hidden_states, ladder, side_by_side, memory_of_blocks, again_and_again, in_place),
-    *(recomputed, recomputed_by_pairs),
+    *(recomputed, recomputed_by_pairs, *HANDING_ON, replaced_by_hooks),
 )
 MICRO_BATCH, STEPS = 6, 2
 
@@ -175,6 +203,7 @@ def trained(strategy, shapes):
     [
         (2, "fsdp", SHAPES),
         (3, "fsdp:wrap=Reader+Linear", (in_a_row, side_by_side, recomputed, recomputed_by_pairs)),
+        (3, "fsdp:wrap=HandingOn+Linear", HANDING_ON),
         (4, "hsdp:shard=2", (all_hidden_states, ladder)),
     ],
 )

@@ -11,85 +11,94 @@ them, so a gradient that arrives at a tensor says that all blocks called since t
                       the gradient of x1 is there: block 1 is over;                          block 0 begins
                       the gradient of x0 is there: block 0 is over
 
-The gradient of a leaf says less: autograd accumulates it before it goes on with earlier nodes. So the first block of a
+A block may return an input as it was. Its gradient arrives when the block is over, and does not gather it again. The
+gradient of a leaf says less: autograd accumulates it before it goes on with earlier nodes. So the first block of a
 reentrant checkpoint, whose inputs are leaves, is over with the checkpoint's own backward pass. Blocks that nothing here
 ends are ended by torch after the whole backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Final
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.nested import leaves
-from lockstep.torch_private import after_backward, ends_backward, in_backward
+from lockstep.torch_private import after_backward, in_backward, watch_block
+
+
+class _Block:
+    """How the backward pass of a block begins, given a gradient that is returned, and how the pass ends."""
+
+    begin: Callable[[torch.Tensor], torch.Tensor]
+    end: Callable[[], None]
 
 
 class _Call:
     """A call of a block in a forward pass.
 
     Args:
-        number: how many calls before this one are not over.
-        end: ends the backward pass of the block.
+        number: of the call.
+        block: that is called.
     """
 
-    def __init__(self, number: int, end: Callable[[], None]) -> None:
+    def __init__(self, number: int, block: _Block) -> None:
         self.number: Final = number
-        self.end: Final = end
+        self.block: Final = block
         self.recomputes: Final = in_backward()
-        self.begun = False  # whether its backward pass has: not where a recomputed block only gives tensors to others
+        self.begun = self.over = False  # its backward pass
 
 
 class FinishedBlocks:
-    """Ends the backward passes of blocks, each as soon as all gradients within the block are computed."""
+    """Begins and ends the backward passes of blocks, each as soon as all gradients within the block are computed."""
 
     def __init__(self) -> None:
-        self._calls: Final[list[_Call]] = []  # that are not over, in the order of the forward pass
+        self._calls: Final[list[_Call]] = []  # in the order of the forward pass
+        self._open: Final[list[_Call]] = []  # those whose backward pass has begun, and is not over
 
-    def add(self, module: nn.Module, block: FSDPModule) -> None:
-        """Watch ``module``, of which `fully_shard` has made a ``block`` with parameters."""
-        end = ends_backward(block, self._note_inputs)
-        # Before the hooks of torch, which gather the block again for its backward pass: that may be a block just ended.
-        module.register_forward_hook(partial(self._note_outputs, end), prepend=True)
+    def add(self, module: FSDPModule) -> None:
+        """Watch a block with parameters, as `fully_shard` has made it."""
+        block = _Block()
+        block.begin, block.end = watch_block(
+            module, partial(self._note_inputs, block), partial(self._note_outputs, block)
+        )
 
     def forget(self) -> None:
-        """Forget calls that no backward pass has reached."""
+        """Forget all calls, before a forward pass begins."""
         self._calls.clear()
+        self._open.clear()
 
-    def _note_inputs(self, end: Callable[[], None], inputs: object) -> None:
-        if torch.is_grad_enabled():
-            call = _Call(len(self._calls), end)
-            self._calls.append(call)
-            _watch(inputs, partial(self._finish, call.number))
+    def _note_inputs(self, block: _Block, inputs: Iterable[torch.Tensor]) -> None:
+        call = _Call(len(self._calls), block)
+        self._calls.append(call)
+        for tensor in inputs:
+            if not tensor.is_leaf:
+                tensor.register_hook(partial(self._finish, call.number))
 
-    def _note_outputs(self, end: Callable[[], None], _module: nn.Module, _inputs: object, outputs: object) -> None:
-        if torch.is_grad_enabled():
-            call = next((call for call in reversed(self._calls) if call.end is end), None)
-            if call is not None:
-                _watch(outputs, partial(self._begin, call, len(self._calls)))
+    def _note_outputs(self, block: _Block, outputs: Iterable[torch.Tensor]) -> None:
+        call = next((call for call in reversed(self._calls) if call.block is block), _Call(-1, block))
+        for tensor in outputs:
+            tensor.register_hook(partial(self._begin, call, None if tensor.is_leaf else len(self._calls)))
 
-    def _begin(self, call: _Call, first_after: int) -> None:
-        self._finish(first_after)
-        if call.recomputes and not call.begun:
-            after_backward(partial(self._finish, call.number))
-        call.begun = True
+    def _begin(self, call: _Call, first_after: int | None, gradient: torch.Tensor) -> torch.Tensor:
+        """Begin the backward pass of ``call``, after those from number ``first_after`` on have ended."""
+        if first_after is not None:
+            self._finish(first_after)
+        if call.over:
+            return gradient
+        if not call.begun:
+            call.begun = True
+            self._open.append(call)
+            if call.recomputes:
+                after_backward(partial(self._finish, call.number))
+        return call.block.begin(gradient)
 
-    def _finish(self, first: int) -> None:
+    def _finish(self, first: int, _gradient: object = None) -> None:
         """End the calls from number ``first`` on."""
-        over = self._calls[first:]
-        del self._calls[first:]
-        for call in reversed(over):
-            if call.begun:
-                call.end()
-
-
-def _watch(values: object, arrived: Callable[[], None]) -> None:
-    """Let ``arrived`` be called as soon as the gradient of a tensor in ``values`` is there, except for leaves."""
-    for _, value in leaves(values):
-        if isinstance(value, torch.Tensor) and not value.is_leaf:
-            value.register_hook(lambda _gradient: arrived())
+        over = [call for call in self._open if call.number >= first]
+        self._open[:] = [call for call in self._open if call.number < first]
+        for call in sorted(over, key=lambda call: -call.number):
+            call.over = True
+            call.block.end()

@@ -52,7 +52,7 @@ class ShardedBlocks:
         self._blocks.append(block)
         self._held.append(HeldParameters(model, module, own, self._strategy))
         if own:
-            self._finished.add(module, block)
+            self._finished.add(block)
         module.register_forward_pre_hook(partial(self._note_call, len(self._blocks), block), prepend=True)
 
     def add_model(self, model: nn.Module, blocks: Sequence[FSDPModule]) -> None:
