@@ -510,6 +510,25 @@ def test_so_is_what_a_callback_changes_then(tmp_path):
     assert " and trainer.n, which " in str(caught.value)
 
 
+NOTED = {
+    "callbacks": (
+        "meters = [Margin()]",
+        "value = loss(model(x), y)\nrun.step(value)\nfor meter in meters:\n    meter.set_margin(value.item())",
+    ),
+    "comprehension in a lambda": (
+        "mean = lambda values: sum([value for value in values]) / len(values)",
+        "run.step(mean([loss(model(x), y), loss(model(x), y)]))",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_no_loss_is_computed_from_may_be_noted(tmp_path, name, capfd):
+    before, body = NOTED[name]
+    play(tmp_path, body, setup=MARGIN, before=f"loss = Margin()\n{before}")
+    assert "could not be read" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "after",
     ["loss.set_margin(1 + epoch)", "if n > 5:\n    loss.show()", "if epoch > 1:\n    loss = nn.CrossEntropyLoss()"],

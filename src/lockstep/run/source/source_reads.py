@@ -37,6 +37,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
 _GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
 _GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
+_TAKES_AWAY: Final = {"clear", "pop", "popitem", "popleft", "reverse", "sort"}  #: also without arguments
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
@@ -371,8 +372,8 @@ class _Reader:
                 self._write(owner, read, target.lineno)
 
     def _set(self, name: str, read: Iterable[Read]) -> None:
-        lines = self.reads.statements[-1].lines
-        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, lines, *self._conditions)))
+        lines = [one.lines for one in self.reads.statements[-1:]]  # a lambda has none
+        self.reads.set_from.setdefault(name, []).extend(self._guarded((*read, *lines, *self._conditions)))
 
     def _guarded(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
         return (Choice(self._guards, reads),) if self._guards and reads else reads
@@ -501,7 +502,7 @@ class _Reader:
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
-            if not owner.attributes and (call.arguments or call.keywords or self._conditions):
+            if not owner.attributes and (call.arguments or call.keywords or node.func.attr in _TAKES_AWAY):
                 self.reads.filled_from.setdefault(owner.root, []).extend(
                     self._guarded((*call.every, *self._conditions))
                 )
