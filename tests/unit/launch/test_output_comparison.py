@@ -19,6 +19,8 @@ OWN = [
     ("12.1 it/s", "13.2 it/s"),
     ("34 images per second", "35 images per second"),
     ("pid 4711", "pid 4712"),
+    ("peak rss 287700", "peak rss 287704"),
+    ("Epoch: [0] Time 0.0142 Data 0.0110 Loss 0.6972", "Epoch: [0] Time 0.0151 Data 0.0099 Loss 0.6972"),
     ("local loss 0.25", "local loss 0.75"),
     ("local_right=12", "local_right=13"),
     ("<object at 0x7f3a>", "<object at 0x1fbe>"),

@@ -19,7 +19,7 @@ _WORDS: Final = (
     *("local", "rank", "worker", "process", "pid", "thread", "node", "host", "port", "device", "gpu", "cuda", "cpu"),
     *("time", "took", "takes", "elapsed", "eta", "duration", "speed", "throughput", "fps", "clock", "date", "left"),
     *("s", "sec", "secs", "seconds?", "ms", "us", "min", "mins", "minutes?", "hours?", "latency", "wait", "waited"),
-    *("mem", "memory", "bytes", "ram", "[kmgt]i?b"),
+    *("data", "mem", "memory", "peak", "rss", "bytes", "ram", "[kmgt]i?b"),
 )
 #: Before a number that is a rank's own: such a word, after the number or the sign before it.
 _OWN_NAME: Final = re.compile(rf"(?<![a-z])(?:{'|'.join(_WORDS)})(?![a-z])[^|,;()\[\]{{}}]*$", re.IGNORECASE)

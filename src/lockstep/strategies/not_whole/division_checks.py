@@ -22,6 +22,14 @@ SECOND_ORDER: Final = (
 )
 
 
+NOT_GATHERED: Final = (
+    "the backward pass needs the parameters of a block that torch has not gathered again: the block returns tensors "
+    "where torch does not find them, such as in an object of its own class, or a view that is changed in place "
+    "afterwards. Return them by themselves or in a tuple, a list or a dict, and write out = out + y for out += y; or "
+    "say run.model(model, find_unused_parameters=True), which gathers the whole model at once"
+)
+
+
 def refuse_second_order(module: nn.Module) -> None:
     """Refuse a backward pass with ``create_graph=True`` through the outputs of ``module``, in the pass itself.
 

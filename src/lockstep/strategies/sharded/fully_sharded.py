@@ -291,7 +291,8 @@ class FullySharded(Strategy):
         """Compute gradients, and sum them after the last micro-batch. Collective for every micro-batch.
 
         Raises:
-            UsageError: for a second backward pass through one forward pass, as of a gradient penalty.
+            UsageError: for a second backward pass through one forward pass, as of a gradient penalty, and for a block
+                whose outputs torch does not find.
         """
         try:
             with self._blocks.computing_gradients(is_last=position.last):
@@ -299,7 +300,7 @@ class FullySharded(Strategy):
         except RuntimeError as error:
             if "storage of size 0" not in str(error):
                 raise
-            raise UsageError(checks.SECOND_ORDER) from error
+            raise UsageError(checks.NOT_GATHERED) from error
 
     def begin_count(self, counted: int) -> Callable[[], int]:
         """Begin to add up the items of all ranks. Collective."""
