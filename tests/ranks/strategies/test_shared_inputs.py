@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.errors import UsageError
 from lockstep.run import Run
 from lockstep.testing import run_ranks, state_hash
 
@@ -213,3 +214,41 @@ def test_bits_are_those_of_plain_torch_and_blocks_are_freed_at_once(ranks, strat
         assert {name: bits for name, (bits, _) in found.items()} == wanted
         for name, (_, gathered) in found.items():  # a pair is recomputed before its backward pass
             assert gathered <= (2 if name == recomputed_by_pairs.__name__ else 1), name
+
+
+class Hidden:
+    """An object in which torch looks for no tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hiding(Reader):
+    def forward(self, x, memory):
+        return Hidden(super().forward(x, memory))
+
+
+def hidden(blocks, x, memory):
+    for block in blocks:
+        x = block(x, memory).tensor
+    return x
+
+
+def hides(whole):
+    with Run(strategy="fsdp") as run:
+        net = Net(hidden)
+        net.blocks = nn.ModuleList([Hiding() for _ in range(2)])
+        net = run.model(net, find_unused_parameters=whole)
+        run.optimizer(torch.optim.SGD(net.parameters(), lr=0.01))
+        try:
+            for batch in run.train(run.loader(data(), global_batch=4 * MICRO_BATCH, micro_batch=MICRO_BATCH)):
+                run.step(F.mse_loss(net(batch), batch))
+        except UsageError as error:
+            return str(error)
+
+
+def test_a_block_whose_outputs_torch_does_not_find_is_refused_with_a_way_out_that_works():
+    for said in run_ranks(hides, 2, False):
+        assert "the block returns tensors where torch does not find them, such as in an object of its own class" in said
+        assert "or say run.model(model, find_unused_parameters=True)" in said
+    assert run_ranks(hides, 2, True) == [None, None]

@@ -20,7 +20,8 @@ ones do not on CPUs, where other instructions compute the last few elements of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, cast
@@ -294,13 +295,8 @@ class FullySharded(Strategy):
             UsageError: for a second backward pass through one forward pass, as of a gradient penalty, and for a block
                 whose outputs torch does not find.
         """
-        try:
-            with self._blocks.computing_gradients(is_last=position.last):
-                self._gradients.backward(loss, weight, target, position)
-        except RuntimeError as error:
-            if "storage of size 0" not in str(error):
-                raise
-            raise UsageError(checks.NOT_GATHERED) from error
+        with _explaining_freed(), self._blocks.computing_gradients(is_last=position.last):
+            self._gradients.backward(loss, weight, target, position)
 
     def begin_count(self, counted: int) -> Callable[[], int]:
         """Begin to add up the items of all ranks. Collective."""
@@ -321,7 +317,7 @@ class FullySharded(Strategy):
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Gather blocks for one more backward pass, whose gradients stay on this rank and are dropped. Collective."""
-        with self._blocks.computing_gradients(is_last=False):
+        with _explaining_freed(), self._blocks.computing_gradients(is_last=False):
             self._gradients.replay(loss, weight, target, position)
 
     def end_replay(self) -> None:
@@ -379,6 +375,17 @@ class FullySharded(Strategy):
             self._guard.close()
         if self._operations is not None:
             self._operations.close()
+
+
+@contextlib.contextmanager
+def _explaining_freed() -> Iterator[None]:
+    """A context for a backward pass, in which torch's error of freed memory is one of Lockstep's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "storage of size 0" not in str(error):
+            raise
+        raise UsageError(checks.NOT_GATHERED) from error
 
 
 def _move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
