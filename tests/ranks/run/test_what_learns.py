@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, MismatchError, UsageError
 from lockstep.run import Run
 from lockstep.testing import run_each, state_hash
 from worlds import on_world
@@ -493,6 +493,29 @@ def lent_on_many(body):
 def test_unfreezing_on_one_rank_ends_all():
     for outcome in run_each(lent_on_many, 2, unfreezes_on_one, timeout_s=100):
         assert isinstance(outcome.error, LockstepError), outcome
+
+
+def unfreezes_on_one_between_passes():
+    with Run(seed=3) as run:
+        net = start(CASES["unfrozen at a step"])
+        model = run.model(net)
+        run.optimizer(sgd(net.parameters()))
+        batches = run.loader((X, Y), shuffle=False, **SIZES)
+        for epoch in run.epochs(2):
+            if epoch == 1:
+                net.body.requires_grad_(getattr(run, "rank") == 1)  # noqa: B009 - where the source does not show it
+            try:
+                for x, y in run.train(batches):
+                    run.step(F.cross_entropy(model(x), y))
+            except MismatchError as error:
+                return str(error)
+    return "no error"
+
+
+def test_unfreezing_on_one_rank_between_passes_is_refused_on_all_before_one_waits():
+    for said in on_world(2, [(unfreezes_on_one_between_passes,)])[0]:
+        assert "and not in the same way on all ranks: body" in said
+        assert "of rank 1 differ from those of rank 0" in said or "of rank 0 differ from those of rank 1" in said
 
 
 def test_a_parameter_that_is_drawn_in_the_body_is_refused_where_ranks_draw_differently():

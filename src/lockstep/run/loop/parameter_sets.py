@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -16,6 +17,10 @@ from lockstep.run.state.registered import State
 from lockstep.strategies import ParameterSet, Strategy, parameters_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+_Learning = tuple[str, tuple[int, ...], int | None]
+"""A trainable parameter: its name, its shape, and a checksum of new ones."""
 
 
 class ParameterSets:
@@ -137,16 +142,19 @@ class ParameterSets:
         self._strategy.update_trainable(now)
 
     def compare(self, step: int) -> None:
-        """Check before a pass that all ranks train the same parameters: else only some would follow. Collective.
+        """Check before a pass that all ranks train the same parameters, else some would wait for others. Collective.
 
         Raises:
             MismatchError: if not.
         """
-        if self._strategy.can_update_trainable and self._group.size > 1:
-            learning = (p for parameters in self._state.parameters for p in parameters if p.requires_grad)
-            self._require_same([(self._state.name_of(p), tuple(p.shape), None) for p in learning], step)
+        if not self._strategy.can_update_trainable or self._group.size == 1:
+            return
+        named = (one for model in self._state.models for one in model.named_parameters())
+        own: list[_Learning] = [(name, tuple(p.shape), None) for name, p in named if p.requires_grad]
+        if len(set(self._group.gather_objects(zlib.crc32(repr(own).encode()), "which parameters learn"))) > 1:
+            self._require_same(own, step)
 
-    def _require_same(self, own: list[tuple[str, tuple[int, ...], int | None]], step: int) -> None:
+    def _require_same(self, own: list[_Learning], step: int) -> None:
         for rank, theirs in enumerate(self._group.gather_objects(own, "which parameters learn")):
             odd = sorted({name for name, *_ in set(own) ^ set(theirs)})
             if odd:
