@@ -114,7 +114,8 @@ class BodyChanges:
                 change,
                 from_itself=from_itself,
                 when_needed=when_needed,
-                anew=not (from_itself or when_needed) and (of_batch or not change.sometimes),
+                anew=not (from_itself or when_needed)
+                and (of_batch or not (change.sometimes or context.called_sometimes)),
             )
         for use in context.reads.uses:
             if use.read is None or context.is_dead(use.guards):

@@ -252,7 +252,8 @@ class InputFollower:
         taken = [self._take_returned(context, call, one, given, followed) for one in callees]
         is_known = any(done and one.known is None for done, one in zip(taken, callees, strict=True))
         value = context.value_of(path)
-        if not is_of(value, ModuleType, type) and path.root not in context.arguments:
+        made = [change for change in context.reads.changes if change.path == path]
+        if len(made) > 1 or any(change.conditions for change in made):
             followed += context.reads.set_from.get(path.text, ())  # such as a loss function that lines choose
         if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
@@ -466,6 +467,7 @@ class InputFollower:
             sometimes=samples or context.sometimes or (at is not None and at.sometimes),
             calls=context.calls,
             caller=context,
+            called_sometimes=context.called_sometimes or (at is not None and at.sometimes),
             conditions=() if at is None or context.is_dead(at.guards) else at.conditions,
         )
         self.enter(inner)

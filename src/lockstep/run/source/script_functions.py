@@ -77,6 +77,7 @@ class Context:
     calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
     caller: Context | None = None  #: the function that calls this one
     conditions: tuple[Read, ...] = ()  #: under which it does, in that function
+    called_sometimes: bool = False  #: not whenever that function runs, or the one that calls that
 
     @functools.cached_property
     def held(self) -> dict[str, object]:
