@@ -33,10 +33,15 @@ class Reader(nn.Module):
 
 
 class HandingOn(Reader):
-    """Gives the memory as it was, or another one: by the micro-batch, so ranks differ."""
+    """Gives another memory, or the memory as it was: each second block by the micro-batch, so ranks differ."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.always = number % 2 == 0
 
     def forward(self, x, memory):
-        return super().forward(x, memory), memory if x.detach().sum() > 0 else memory * 0.5
+        first, second, *_ = x.detach().sum(1)
+        return super().forward(x, memory), memory * 0.5 if self.always or first < second else memory
 
 
 class Net(nn.Module):
@@ -46,7 +51,7 @@ class Net(nn.Module):
         super().__init__()
         self.calls = calls
         self.first, self.memory = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([HandingOn() if calls in HANDING_ON else Reader() for _ in range(4)])
+        self.blocks = nn.ModuleList([HandingOn(number) if calls in HANDING_ON else Reader() for number in range(4)])
 
     def forward(self, x):
         return self.calls(self.blocks, self.first(x), torch.tanh(self.memory(x)))
