@@ -1,4 +1,4 @@
-"""What `lockstep run` and the ranks it starts agree on: names of variables and files, exit codes, a signal.
+"""What `lockstep run` and the ranks it starts agree on: names of variables and files, exit codes, a signal, words.
 
 `run` and `launch` never import each other; both import this.
 """

@@ -82,7 +82,7 @@ class BodyChanges:
 
     def enter(self, context: Context) -> None:
         """Note the changes that a function makes; most of them count only if a body runs the function."""
-        key = id(context.code), *(id(one.value) for one in context.arguments.values()), *map(hash, context.conditions)
+        key = id(context.code), *(id(one.value) for one in context.arguments.values()), hash(context.conditions)
         if key in self._functions:
             return
         self._functions.add(key)
