@@ -18,7 +18,7 @@ from lockstep.errors import SettingError
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Float, enqueue, load
 from lockstep.tune.results.summary import show
-from searches import search_quickly, started
+from searches import exit_code_of, search_quickly, started
 from waiting import DEADLINE_S, wait_until
 
 LINE = {"x": Float(0, 1)}
@@ -31,8 +31,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def on_command_line(*words):
     process = started(lambda: sys.exit(main(["tune", *words])))
-    process.join(DEADLINE_S)
-    return process.exitcode
+    return exit_code_of(process)
 
 
 class Falling:
@@ -170,10 +169,8 @@ def test_repeats_are_evaluated_once_however_workers_are_killed(tmp_path):
     for count in (5, 18, 21, 24, 28):
         wait_until(lambda c=count, d=driver: len(ends(run_dir)) >= c or d.exitcode is not None, deadline_s=DEADLINE_S)
         kill_something(driver, choose)
-    driver.join(DEADLINE_S)
-    while driver.exitcode != 0:
+    while exit_code_of(driver) != 0:
         driver = started(search_quickly, run_dir, 20, resume=True, **options)
-        driver.join(DEADLINE_S)
     # What was enqueued where no trial was left comes after them.
     enqueue(run_dir, [{"x": 1.0}])
     result = load(run_dir)
@@ -195,8 +192,7 @@ def test_a_stop_among_the_repeats_is_gone_on_with(tmp_path, capfd):
     driver = started(lambda: sys.exit(main(["tune", *options, "search.py"])))
     wait_until(lambda: len(ends(tmp_path / "a")) > 6 or driver.exitcode is not None, deadline_s=DEADLINE_S)
     os.kill(driver.pid, signal.SIGTERM)
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 75
+    assert exit_code_of(driver) == 75
     assert on_command_line(*options, "--resume", "search.py") == 0
     assert capfd.readouterr().out.count("best of 4") == 1
     assert [len(trial.repeat_losses) for trial in load("a").top(2)] == [20, 20]
@@ -213,8 +209,7 @@ def search_in_runs(run_dir, ranks):
 def test_a_repeat_has_the_same_loss_on_any_number_of_ranks():
     for ranks in (1, 2):
         search = started(search_in_runs, f"on-{ranks}", ranks)
-        search.join(DEADLINE_S)
-        assert search.exitcode == 0
+        assert exit_code_of(search) == 0
     one, two = load("on-1"), load("on-2")
     assert [trial.repeat_losses for trial in one.trials] == [trial.repeat_losses for trial in two.trials]
     assert len({one.trials[0].loss, *one.trials[0].repeat_losses}) == 3

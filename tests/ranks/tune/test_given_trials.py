@@ -14,7 +14,7 @@ from lockstep.errors import SettingError
 from lockstep.tune import Choice, Float, Int, draw_pictures, enqueue, load
 from lockstep.tune.results.summary import show
 from lockstep.tune.search.algorithms import ALGORITHM_WORDS
-from searches import search_quickly, started
+from searches import exit_code_of, search_quickly, started
 from waiting import wait_until
 
 SPACE = {
@@ -95,13 +95,11 @@ def test_what_is_enqueued_while_workers_are_killed_is_evaluated_once(tmp_path):
         wait_until(lambda c=count, d=driver: len(ends(run_dir)) > c or d.exitcode is not None, deadline_s=DEADLINE_S)
         enqueue(run_dir, [{"x": x} for x in wanted[index : index + 2]])
         kill_something(driver, choose)
-    driver.join(DEADLINE_S)
-    while driver.exitcode != 0:
+    while exit_code_of(driver) != 0:
         driver = started(search_quickly, run_dir, trials, resume=True, **options)
-        driver.join(DEADLINE_S)
     # What found all trials claimed has waited for this.
     driver = started(search_quickly, run_dir, trials + 12, resume=True, **options)
-    driver.join(DEADLINE_S)
+    driver.join()
     found = given(load(run_dir))
     assert sorted(params["x"] for params in found.values()) == pytest.approx(wanted, abs=1e-12)
     assert list(found)[:4] == [0, 1, 2, 3]
@@ -180,11 +178,9 @@ def test_the_command_line_begins_from_other_searches(tmp_path, capfd):
     lockstep.tune(lambda p: p["x"] ** 2, {"x": Float(-2, 2)}, trials=40, algorithm="random", run_dir="old")
     options = ("--workers", "2", "--algorithm", "propulate", "--run-dir", "a")
     search = started(on_command_line, *options, "--from", "old", "search.py")
-    search.join(DEADLINE_S)
-    assert search.exitcode == 0
+    assert exit_code_of(search) == 0
     assert f"known from {tmp_path / 'old'}: " in capfd.readouterr().err
     assert any(parent < 0 for trial in load("a").trials for parent in trial.parents)
     again = started(on_command_line, *options, "--resume", "--trials", "9", "--from", "old", "search.py")
-    again.join(DEADLINE_S)
-    assert again.exitcode == 0
+    assert exit_code_of(again) == 0
     assert len(load("a").trials) == 9

@@ -11,7 +11,7 @@ import pytest
 from lockstep.tune import load
 from lockstep.tune.record.journal import SEARCH_FILE, JournalReader
 from lockstep.tune.record.records import TrialEnded
-from searches import processes_of, search_quickly, started
+from searches import exit_code_of, processes_of, search_quickly, started
 from waiting import wait_until
 
 TRIALS = 60
@@ -67,7 +67,7 @@ def search_through_kills(run_dir, kills, seed):
         assert before.items() <= now.items(), "a finished trial is lost"
         before = now
         if len(before) == trials:
-            driver.join(30)
+            driver.join()
     found = ends(run_dir)
     assert sorted(found) == list(range(trials))
     assert before.items() <= found.items()
@@ -94,14 +94,12 @@ def test_many_kills(tmp_path, seed):
 def test_a_stop_leaves_everything_to_be_gone_on_with(tmp_path):
     run_dir = tmp_path / "search"
     driver = started(search_quickly, run_dir, 200, workers=2)
-    wait_until(lambda: len(ends(run_dir)) > 5, 60)
+    wait_until(lambda: len(ends(run_dir)) > 5, "five trials", deadline_s=DEADLINE_S)
     os.kill(driver.pid, signal.SIGTERM)
-    driver.join(30)
-    assert driver.exitcode == 75
+    assert exit_code_of(driver) == 75
     ended = ends(run_dir)
     assert 5 < len(ended) < 200
     driver = started(search_quickly, run_dir, len(ended) + 10, workers=1, resume=True)
-    driver.join(60)
-    assert driver.exitcode == 0
+    assert exit_code_of(driver) == 0
     assert load(run_dir).counts["done"] == len(ended) + 10
     assert ended.items() <= ends(run_dir).items()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import lockstep
 from lockstep.trial_contract import current_trial
 from lockstep.tune import Choice, Float, Int, load
-from searches import started
+from searches import exit_code_of, started
 
 SPACE = {"hidden": Int(4, 16), "lr": Float(1e-2, 1.0, log=True)}
 #: So few that two searches try the same ones, whichever worker is first.
@@ -60,8 +60,7 @@ def test_what_a_trial_draws_depends_on_its_number_alone(tmp_path):
     drawn = []
     for name in ("once", "again"):
         searching = started(search_of_draws, tmp_path / name)
-        searching.join(110)
-        assert searching.exitcode == 0
+        assert exit_code_of(searching) == 0
         drawn.append([trial.loss for trial in load(tmp_path / name).trials])
     assert drawn[0] == drawn[1]
     assert len(set(drawn[0])) == 6
@@ -91,8 +90,7 @@ def search(run_dir, workers, ranks, trials, fails=(), space=SPACE):
 
 def test_trials_that_fail_say_why_and_the_rest_is_right(tmp_path):
     mixed = started(search, tmp_path / "mixed", 2, 2, 10, FAILS)
-    mixed.join(110)
-    assert mixed.exitcode == 0
+    assert exit_code_of(mixed) == 0
     trials = load(tmp_path / "mixed").trials
     assert [trial.number for trial in trials] == list(range(10))
     failed, good = dict(zip(FAILS, trials, strict=False)), trials[len(FAILS) :]
@@ -120,8 +118,7 @@ def test_trials_that_fail_say_why_and_the_rest_is_right(tmp_path):
 def test_losses_do_not_depend_on_the_ranks(tmp_path, workers, ranks):
     for name, of in (("two", (2, 2)), ("other", (workers, ranks))):
         driver = started(search, tmp_path / name, *of, 6, space=FEW)
-        driver.join(100)
-        assert driver.exitcode == 0
+        assert exit_code_of(driver) == 0
     two, other = ({str(t.params): t.losses for t in load(tmp_path / name).trials} for name in ("two", "other"))
     both = two.keys() & other.keys()
     assert both

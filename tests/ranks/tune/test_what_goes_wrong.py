@@ -36,8 +36,7 @@ from lockstep.tune.search import Space
 from lockstep.tune.search_settings import SearchSettings
 from lockstep.tune.start_search import _compare_ranks
 from lockstep.tune.workers.outcome import Outcome
-from searches import started
-from waiting import DEADLINE_S
+from searches import exit_code_of, started
 
 LINE = {"x": Float(0, 1)}
 
@@ -72,8 +71,7 @@ def search_on_two_ranks():
 
 def test_what_the_leader_returns_is_the_loss():
     driver = started(search_on_two_ranks)
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 0
+    assert exit_code_of(driver) == 0
     returned, caught, undefined = load("a").trials
     assert (returned.state, returned.losses) == ("done", (pytest.approx(returned.params["x"]),))
     assert (caught.state, caught.losses) == ("stopped", (1.0,))
@@ -90,8 +88,7 @@ def kills_its_launcher(params):
 
 def test_a_trial_that_kills_its_launcher_each_time_has_failed_after_its_retries():
     driver = started(lockstep.tune, kills_its_launcher, LINE, trials=2, workers=1, run_dir="a", retries=1)
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 0
+    assert exit_code_of(driver) == 0
     kills, fine = load("a").trials
     assert (kills.state, kills.attempts) == ("failed", 2)
     assert kills.reason == "the launcher of its worker was killed by SIGKILL"
@@ -106,8 +103,7 @@ def kills_its_rank(params):
 
 def test_a_rank_of_a_trial_that_is_killed_is_told_on_the_screen(capfd):
     driver = started(lockstep.tune, kills_its_rank, LINE, trials=3, workers=1, run_dir="a")
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 0
+    assert exit_code_of(driver) == 0
     assert [(trial.state, trial.attempts) for trial in load("a").trials] == [("done", 1), ("done", 2), ("done", 1)]
     told = capfd.readouterr().err
     assert told.count("trial 1, attempt 1: ") == 1
@@ -326,8 +322,8 @@ def test_what_a_script_does_after_its_search_is_heard(capfd):
     calls_again = started(
         on_command_line, *words, "b", "--trials", "100000", "--time-limit", "1 s", "search.py", "again"
     )
-    raises.join(DEADLINE_S)
-    calls_again.join(DEADLINE_S)
+    raises.join()
+    calls_again.join()
     said = capfd.readouterr()
     assert raises.exitcode == 1
     assert "KeyError" in said.err
@@ -353,8 +349,7 @@ def search_in_a_job_that_ends():
 
 def test_a_search_that_starts_its_workers_itself_says_that_its_job_is_over():
     driver = started(search_in_a_job_that_ends)
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 75
+    assert exit_code_of(driver) == 75
 
 
 class FollowerOf:
@@ -434,8 +429,7 @@ def search_with_workers(objective):
 
 def test_an_interrupt_in_an_objective_costs_that_trial_and_no_worker():
     driver = started(search_with_workers, interrupted)
-    driver.join(DEADLINE_S)
-    assert driver.exitcode == 0
+    assert exit_code_of(driver) == 0
     trials = load("a").trials
     assert [trial.state for trial in trials] == ["done", "failed", *["done"] * 4]
     assert trials[1].reason.startswith("KeyboardInterrupt (test_what_goes_wrong.py:")
