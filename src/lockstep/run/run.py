@@ -539,6 +539,9 @@ class Run:
         """The numbers of the epochs still to do, from 0; a resumed run begins with the epoch of the checkpoint.
 
         Collective. At the end of each epoch a checkpoint is saved if ``save_every`` says so, and after the last one.
+
+        Raises:
+            MismatchError: if ranks give other numbers of epochs.
         """
         return self._training.epochs(epochs, sys._getframe(1).f_code)
 
@@ -561,6 +564,7 @@ class Run:
 
         Raises:
             UsageError: for a part without a step.
+            MismatchError: if ranks give other numbers of steps.
         """
         return self._training.steps(steps, every, sys._getframe(1).f_code)
 

@@ -549,6 +549,22 @@ def differing_data():
         return told(MismatchError, run.loader, DATA[: 16 - run.rank], **SIZES)
 
 
+def opened_by(run):
+    run.optimizer(torch.optim.SGD(run.model(nn.Linear(2, 1)).parameters(), lr=0.01))
+    return run
+
+
+def differing_steps():
+    with Run() as run:
+        return told(MismatchError, next, opened_by(run).steps(4 + run.rank // 2))
+
+
+def differing_epochs():
+    with Run() as run:
+        # Rank 2 has no epoch to do: it would leave the loop, and the others would wait.
+        return told(MismatchError, list, opened_by(run).epochs(2 - 2 * (run.rank // 2)))
+
+
 def inside_leads():
     with Run() as run:
         if run.leads:
@@ -577,6 +593,8 @@ def uneven_sync_batchnorm():
 RANKS = {
     differing_seeds: "what Run(...) was given differs between ranks: rank 2: ",
     differing_data: "length and plan of a data set differs between ranks: ",
+    differing_steps: "the length given to run.steps(...) differs between ranks: rank 2: (5, None); ranks 0, 1: (4, ",
+    differing_epochs: "the length given to run.epochs(...) differs between ranks: rank 2: 0; ranks 0, 1: 2. ",
     inside_leads: "ranks make different calls: rank 0: sum at test_guards.py:",
     differing_shapes: "sum at test_guards.py:",
     too_many_ranks: "3 ranks for 2 micro-batches (global_batch=2, micro_batch=1)",

@@ -896,6 +896,8 @@ def test_so_may_what_functions_and_objects_note(tmp_path, name):
         ("rate = 0.1 if run.world_size > 1 else 0.2\noptimizer.param_groups[0]['lr'] = rate", "run.world_size"),
         ("run.scheduler(decay(optimizer, n=len(run.train(batches))))", "len(run.train(...))"),
         ("n = len(run.train(batches))\nrun.scheduler(decay(optimizer, 2 * n))", "len(run.train(...))"),
+        ("part = run.train(batches)\nrun.scheduler(decay(optimizer, len(part)))", "len(run.train(...))"),
+        ("run.scheduler(decay(optimizer, n=10 * getattr(run, 'world_size', 1)))", "run.world_size"),
     ],
 )
 def test_a_training_made_from_the_number_of_ranks_is_refused(tmp_path, before, on):

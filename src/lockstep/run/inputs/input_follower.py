@@ -52,7 +52,7 @@ from lockstep.run.source.script_functions import (
     runs_in_body,
 )
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_paths import Path, is_key
+from lockstep.run.source.source_paths import Path, is_key, is_of_comprehension
 from lockstep.run.source.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -313,14 +313,21 @@ class InputFollower:
         return followed
 
     def _goes_over_pass(self, context: Context, read: Read) -> bool:
-        if isinstance(read, Call):
-            return self._is_pass(context, read) or any(self._goes_over_pass(context, each) for each in read.every)
-        return False
+        if self._is_pass(context, read):
+            return True
+        return isinstance(read, Call) and any(self._goes_over_pass(context, each) for each in read.every)
 
     def _is_pass(self, context: Context, read: Read) -> bool:
-        if not (isinstance(read, Call) and len(read.function) == 1 and isinstance(path := read.function[0], Path)):
-            return False
-        return path.attributes[-1:] == ("train",) and is_run(context.value_of(path.owner))
+        """Whether ``read`` is a call of `Run.train`, or a variable that holds what the call returned."""
+        match read:
+            case Path(root=name, attributes=()):
+                if is_of_comprehension(name) or any(name in loop.items for loop in context.reads.loops):
+                    return False  # a loop over the pass sets the variable: a micro-batch
+                made = context.reads.set_from.get(name, ())
+                return any(isinstance(one, Call) and self._is_pass(context, one) for one in made)
+            case Call(function=(Path(attributes=(*_, "train")) as path,)):
+                return is_run(context.value_of(path.owner))
+        return False
 
     # ---- what bodies change --------------------------------------------------------------------------------------
 

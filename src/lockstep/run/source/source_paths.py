@@ -97,6 +97,8 @@ def path_of(node: ast.expr) -> Path | None:
         match node:
             case ast.Attribute(value=owner, attr=name):
                 attributes.append(name)
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str() as name), *_]):
+                attributes.append(name)
             case ast.Subscript(value=ast.Call(func=ast.Name(id="globals")), slice=ast.Constant(value=str() as name)):
                 return Path(name, tuple(reversed(attributes)))
             case ast.Subscript(value=owner, slice=ast.Constant(value=str() | int() as key)):

@@ -411,6 +411,8 @@ class _Reader:
                     return [call]
                 rest = [read for other in others for read in self.expression(other)]
                 return [Path(path.root, (*path.attributes, f"[{key!r}]")), *rest]
+            case ast.Call(func=ast.Name(id="getattr"), args=[_, _, *others]) if (path := path_of(node)) is not None:
+                return [path, *(read for other in others for read in self.expression(other))]
             case ast.Call(func=ast.Attribute(attr=method)) if method in _GIVES_NOTHING:
                 self._call(node)
                 return []
