@@ -46,8 +46,7 @@ from lockstep.torch_private import pytree
 _FREE_PASSES: Final = 2
 _FIRST_STEPS: Final = 2
 _ONE_IN: Final = 200
-
-_NOTHING: Final = "nothing", "nothing"
+_COUNT: Final = "the count of "
 
 
 class CheckSchedule:
@@ -194,7 +193,7 @@ class Play:
     def note_loss(self, count: object) -> None:
         """The body gives a loss, with a ``count`` or None."""
         self._losses += 1
-        self.note(f"the count of the loss{self.which}", count)
+        self.note(f"{_COUNT}the loss{self.which}", count)
 
     @property
     def which(self) -> str:
@@ -214,7 +213,9 @@ class Play:
 def first_difference(first: Notes, second: Notes) -> str:
     """The first difference, in words; "" if the results are equal."""
     for name in dict.fromkeys((*first, *second)):
-        (mark, value), (other_mark, other) = first.get(name, _NOTHING), second.get(name, _NOTHING)
+        if (name in first) != (name in second):
+            return f"{name.removeprefix(_COUNT)} was there only the {'first' if name in first else 'second'} time"
+        (mark, value), (other_mark, other) = first[name], second[name]
         if mark != other_mark:
             return f"{name} differed{f' ({value}, then {other})' if value is not None else ''}"
     return ""
