@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import random
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -226,6 +228,25 @@ def test_variables_of_the_script() -> None:
     assert roots.pop("test_variables_of_the_script.calls") == calls
     assert roots == {"module": module, "used_global": used_global, "inner": inner, "script_roots": script_roots}
     assert script_roots(None) == {}
+
+
+def test_variables_of_another_module_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "counting.py").write_text("calls = 0\nothers = 0\ndef count():\n    global calls\n    calls += 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    counting = importlib.import_module("counting")
+
+    def roots() -> dict[str, object]:
+        if counting.others == 0:
+            counting.count()
+        return script_roots(sys._getframe())
+
+    first = roots()
+    assert {name: value for name, value in first.items() if name.startswith("counting")} == {
+        "counting.others": 0,
+        "counting.count": counting.count,
+    }
+    before = look(first)
+    assert "counting.count.calls" in changed(before, look(roots()))
 
 
 def squares() -> Iterator[int]:

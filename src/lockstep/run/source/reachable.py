@@ -55,7 +55,7 @@ import numpy as np
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.heartbeat import own_lines
+from lockstep.heartbeat import is_users, own_lines
 from lockstep.run.checks.divergence import checksum
 from lockstep.torch_private import batches_yielded, version_of
 
@@ -198,21 +198,30 @@ def changed(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> list[str]:
 def script_roots(frame: FrameType | None) -> dict[str, object]:
     """The variables of the script's functions that are running, from ``frame`` outward, by name.
 
-    And the globals that the code of the innermost one names; modules and classes are left out. Of two
-    variables with one name, the outer one is called ``function.name``.
+    And the globals that the code of the innermost one names, in modules of the script, too; modules and classes
+    themselves are left out. Of two variables with one name, the outer one is called ``function.name``.
     """
     roots: dict[str, object] = {}
     for number, script in enumerate(script_frames(frame)):
         variables = variables_of(script)
         if number == 0:
-            used = (name for name in script.f_code.co_names if name in script.f_globals)
+            names = script.f_code.co_names
+            used = (name for name in names if name in script.f_globals)
             variables |= {name: script.f_globals[name] for name in used if name not in variables}
+            for name, module in [*variables.items()]:
+                held = vars(module) if _is_of_script(module) else {}
+                variables |= {f"{name}.{attribute}": held[attribute] for attribute in names if attribute in held}
         for name, value in variables.items():
             if name.startswith("__") or issubclass(type(value), _NO_STATE):
                 continue
             known = roots.get(name, value) is value
             roots.setdefault(name if known else f"{script.f_code.co_name}.{name}", value)
     return roots
+
+
+def _is_of_script(value: object) -> bool:
+    file = getattr(value, "__file__", None) if issubclass(type(value), ModuleType) else None
+    return isinstance(file, str) and is_users(file)
 
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:
