@@ -502,6 +502,62 @@ def test_so_is_what_a_count_changes_between_two_passes(tmp_path, name):
     assert " and n, which " in str(caught.value)
 
 
+TRAINER = """
+    class Trainer:
+        def __init__(self, model):
+            self.counts, self.marks, self.model, self.every = {"bodies": 0}, [0], model, int(1e9)
+            self.weights = [p for p in model.parameters() if p.dim() > 1]
+            self.slow = [p.detach().clone() for p in self.weights]
+
+        def loss(self, last, x, y):
+            self.counts["bodies"] += 1
+            self.marks[0] += len(x)
+            return F.cross_entropy(last(self.model(x)), y)
+
+        @torch.no_grad()
+        def after(self):
+            count = self.counts["bodies"]
+            {change}
+"""
+#: By how a method of a trainer changes, once a step is done, what the training is computed from.
+AFTER_STEPS = {
+    "mode": ("if count > 1e9: self.model[1].eval()", "self.counts['bodies']"),
+    "mode, by an item of a list": ("if self.marks[0] > 1e9: self.model[1].eval()", "self.marks[0]"),
+    "option of one of torch's modules": ("self.model[0].p = 0.5 * (1 - 1e-9 * count)", "self.counts['bodies']"),
+    "weights, by a list of its own": (
+        "for slow, p in zip(self.slow, self.weights):\n                if count % self.every == 1e9: p.copy_(slow)",
+        "self.counts['bodies']",
+    ),
+    "data of weights": (
+        "for w in self.weights:\n                if count > 1e9: w.data.clamp_(-0.1, 0.1)",
+        "self.counts['bodies']",
+    ),
+    "average that is kept": (
+        "for slow, p in zip(self.slow, self.weights): slow.lerp_(p, 1 / (1 + count))",
+        "self.counts['bodies']",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AFTER_STEPS)
+def test_so_is_what_a_count_changes_after_a_step(tmp_path, name):
+    change, named = AFTER_STEPS[name]
+    before = """
+        first = run.model(nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 3)))
+        both = [optimizer, run.optimizer(torch.optim.SGD(first.parameters(), lr=0.1))]
+        trainer = Trainer(first)
+        run.keep(slow=trainer.slow)
+    """
+    with pytest.raises(UsageError, match="depends on something that it changes itself") as caught:
+        play(
+            tmp_path,
+            "if run.step(trainer.loss(model, x, y), optimizer=both):\n    trainer.after()",
+            setup=TRAINER.replace("{change}", change),
+            before=before,
+        )
+    assert f" and {named.replace('self', 'trainer')}, which " in str(caught.value)
+
+
 def test_so_is_what_a_callback_changes_then(tmp_path):
     body = "trainer.n += 1\nrun.step(trainer.loss(model(x), y))"
     after = "for callback in trainer.callbacks:\n    callback.on_epoch_end(trainer)"

@@ -19,14 +19,14 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, mark_of
 from lockstep.run.source.script_functions import Context, is_of, is_ours, is_run
+from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import Place
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Read, Text, Use, flat
 
-_STEPS: Final = (("step",), ("update",), ("backward",))
+_STEPS: Final = {"step", "update", "backward"}
 _OF_TYPES: Final = (("device",), ("dtype",), ("shape",), ("ndim",), ("size",), ("dim",), ("numel",))
 _CONTAINERS: Final = (list, dict, set, deque, bytearray)
 #: Methods of containers that leave them as they are, or as they would be anyway; others go on from what is there.
@@ -215,7 +215,10 @@ def reached_values(context: Context, reads: Iterable[Read]) -> Iterator[object]:
 
 def asks_step(context: Context, reads: Iterable[Read]) -> bool:
     """Whether ``reads`` are computed from the value of `Run.step`, among others."""
-    return any(is_called and path.attributes[-1:] in _STEPS for path, is_called in _reached(context, reads))
+    if context.reads.methods.isdisjoint(_STEPS):
+        return False
+    called = (path for path, is_called in _reached(context, reads) if is_called)
+    return any(not _STEPS.isdisjoint(path.attributes[-1:]) for path in called)
 
 
 def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
@@ -223,6 +226,8 @@ def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[
 
     Reads of ``without`` do not count.
     """
+    if not context.loop.items:
+        return False
     changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
     reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh, without=without)}
     return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
@@ -231,7 +236,8 @@ def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[
 def is_of_turn(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
     """As `is_of_items`, also in a function that is given what is computed so."""
     if context.frame is None:
-        return not context.of_items.isdisjoint(path.root for path, _ in _reached(context, reads, without=without))
+        roots = (path.root for path, _ in _reached(context, reads, without=without))
+        return bool(context.of_items) and not context.of_items.isdisjoint(roots)
     return is_of_items(context, reads, without=without)
 
 

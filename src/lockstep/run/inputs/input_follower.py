@@ -31,11 +31,10 @@ from lockstep.run.inputs.body_changes import (
 )
 from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
-from lockstep.run.source.reachable import BUILTIN_METHODS, mark_of
+from lockstep.run.source.reachable import BUILTIN_METHODS, find, mark_of
 from lockstep.run.source.script_callees import (
     callees_of,
     is_memo,
-    is_of_script,
     of_script,
     ran_by,
     sampling,
@@ -51,6 +50,7 @@ from lockstep.run.source.script_functions import (
     is_run,
     runs_in_body,
 )
+from lockstep.run.source.script_modules import file_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
 from lockstep.run.source.source_paths import Path, is_key, is_of_comprehension
 from lockstep.run.source.source_reads import (
@@ -120,7 +120,10 @@ class InputFollower:
         #: What a script changes to change the training.
         lists = [optimizer.param_groups for optimizer in state.optimizers]
         tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
-        self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors)}
+        averages = find({"kept": self.kept}, torch.Tensor).values()
+        self.trained: Final = {
+            id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors, *averages)
+        }
         self.changes: Final = BodyChanges()
         self._of_samples: Final[dict[tuple[int, str], Place]] = {}  # places that samples are computed from
         self._sources: Final = state.sample_sources
@@ -323,7 +326,7 @@ class InputFollower:
             case Path(root=name, attributes=()):
                 if is_of_comprehension(name) or any(name in loop.items for loop in context.reads.loops):
                     return False  # a loop over the pass sets the variable: a micro-batch
-                made = context.reads.set_from.get(name, ())
+                made = [parts[0] for parts in context.reads.bound_to.get(name, ()) if len(parts) == 1]
                 return any(isinstance(one, Call) and self._is_pass(context, one) for one in made)
             case Call(function=(Path(attributes=(*_, "train")) as path,)):
                 return is_run(context.value_of(path.owner))
@@ -495,7 +498,7 @@ class InputFollower:
                 return
             if is_ours(value):
                 return
-            if is_of(value, ModuleType) and name != "environ" and not is_of_script(value):
+            if is_of(value, ModuleType) and name != "environ" and not file_of(value):
                 return
             if id(value) in self.trained and not is_of(value, nn.Module):
                 return  # an option of an optimizer, or its state

@@ -15,6 +15,7 @@ No code of the script is run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from types import FrameType
@@ -32,6 +33,7 @@ from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
 from lockstep.run.source.script_functions import Context, is_of, is_run, running_functions
+from lockstep.run.source.script_modules import file_of
 from lockstep.run.source.script_places import NOTHING, attribute_of
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Call, Lines, Read, flat
@@ -194,7 +196,9 @@ def given_by(follower: InputFollower, context: Context) -> list[Given]:
         if use.read is not None:
             found += _given_in(follower, context, use.read, where, use.conditions)
         elif use.target is not None and _is_of_trained(follower, context, use.target):
-            if use.target.root in context.arguments and is_of(context.value_of(use.target), nn.Module):
+            written = context.value_of(use.target)
+            is_own = is_of(written, nn.Module) and file_of(sys.modules.get(type(written).__module__))
+            if is_own and use.target.root in context.arguments:
                 continue  # what a module notes by itself matters where its forward pass reads it
             what = f"what is written into {use.target.text}"
             found.append(Given("write", what, where, (*use.value, *use.conditions)))
@@ -314,7 +318,9 @@ def _changed_by(call: Call) -> Iterator[Path]:
         if isinstance(read, Path):
             yield read
             if read.attributes:
-                yield read.owner
+                yield (owner := read.owner)
+                if owner.attributes[-1:] == ("data",):
+                    yield owner.owner
         elif isinstance(read, Call) and (in_place(read.method) or read.method in _VIEWS):
             yield from _changed_by(read)
 

@@ -75,7 +75,9 @@ class TrainingLoop:
 
     def epochs(self, epochs: int, caller: CodeType) -> Iterator[int]:
         """See `Run.epochs`; ``caller`` is the calling function."""
-        self._begin("run.epochs", epochs)
+        self._start.begin()
+        # Else a rank that has less to do would leave the loop, and the others would wait for it.
+        self._context.group.check_equal("the length given to run.epochs(...)", epochs)
         position, passes = self._position, self._passes
         position.length.epochs, position.length.steps = epochs, None
         if position.progress.epoch < epochs and not position.ended:
@@ -98,7 +100,8 @@ class TrainingLoop:
         """See `Run.steps`; ``caller`` is the calling function."""
         if steps < 1 or (every is not None and every < 1):
             raise UsageError(f"run.steps({steps}, every={every}): both count steps; give numbers from 1")
-        self._begin("run.steps", (steps, every))
+        self._start.begin()
+        self._context.group.check_equal("the length given to run.steps(...)", (steps, every))
         position, passes = self._position, self._passes
         position.length.epochs, position.length.steps = None, steps
         # Also if the last step is done, and the script was in the code after it.
@@ -120,15 +123,6 @@ class TrainingLoop:
                 self._end_of_step.finish_turn()
             passes.enter("none", position.progress.epoch)
         self._end_loop()
-
-    def _begin(self, method: str, length: object) -> None:
-        """Begin the outer loop ``method``, which is as long on all ranks. Collective.
-
-        Raises:
-            MismatchError: if not: else some ranks would wait for others that have left the loop.
-        """
-        self._start.begin()
-        self._context.group.check_equal(f"the length given to {method}(...)", length)
 
     def _end_loop(self) -> None:
         """End the outer loop. Collective.

@@ -34,11 +34,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.reachable import (
     ITERATORS,
     MODULE_PARTS,
-    dict_of,
     is_foreign,
     is_plain,
     parts_of,
@@ -47,8 +45,8 @@ from lockstep.run.source.reachable import (
     set_variables,
     variables_of,
 )
-from lockstep.run.source.script_callees import is_of_script
 from lockstep.run.source.script_functions import is_of, is_ours, stands_between
+from lockstep.run.source.script_modules import dict_of, file_of, is_script
 
 _MOST: Final = 20_000  # objects
 _MOST_BYTES: Final = 1 << 28  # of tensors, arrays and bytes
@@ -137,7 +135,7 @@ def _is_left_alone(value: Any) -> bool:
         return not is_script(value.__code__.co_filename)
     if issubclass(kind, (type, ModuleType)):
         module = value if is_of(value, ModuleType) else sys.modules.get(getattr(value, "__module__", ""))
-        return module is None or not is_of_script(module)
+        return module is None or not file_of(module)
     if is_ours(value) or issubclass(kind, (GeneratorType, *ITERATORS)) or _is_shared(value):
         return True
     return is_foreign(kind) and not any(issubclass(kind, kinds) for kinds, _ in _KINDS)

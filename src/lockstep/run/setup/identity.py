@@ -18,8 +18,8 @@ from lockstep.collectives import Group
 from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural, without_secrets
-from lockstep.heartbeat import is_users
 from lockstep.run.setup.kernels import fp32_precision, number_formats
+from lockstep.run.source.script_modules import file_of, script_modules
 from lockstep.seeding import drawn_states
 from lockstep.settings import Settings
 
@@ -156,10 +156,10 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
     Installed modules and modules without a file, such as a notebook, are left out. Takes about 0.1 ms per module.
     """
     found = {}
-    for name, module in _unknown(sys.modules) if modules is None else list(modules.items()):
-        if not _is_script(module):
+    for name, module in (script_modules() if modules is None else modules).items():
+        file = file_of(module)
+        if not file.endswith(".py"):
             continue
-        file = str(module.__file__)
         try:
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
         except OSError:
@@ -168,20 +168,6 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
     if "script" in found:  # the launcher also loads the script under another name
         found = {name: digest for name, digest in found.items() if name == "script" or digest != found["script"]}
     return found
-
-
-def _is_script(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    return isinstance(file, str) and file.endswith(".py") and is_users(file)
-
-
-def _unknown(modules: Mapping[str, ModuleType]) -> list[tuple[str, ModuleType]]:
-    return [(name, modules[name]) for name in modules.keys() - _OF_OTHERS if name in modules]
-
-
-#: Computed once, in the process from which ranks are forked: two thousand modules take some milliseconds. ``__main__``
-#: of that process is not the script of the ranks.
-_OF_OTHERS: Final = frozenset(name for name, one in list(sys.modules.items()) if not _is_script(one)) - {"__main__"}
 
 
 def arguments_of(argv: Sequence[str]) -> list[str]:

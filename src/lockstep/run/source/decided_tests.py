@@ -10,18 +10,27 @@ import ast
 import contextlib
 import functools
 import operator
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from lockstep.heartbeat import is_users
-from lockstep.run.source.script_places import attributes_of
-from lockstep.run.source.source_paths import Path, path_of
+from lockstep.run.source.script_modules import file_of, script_modules
+from lockstep.run.source.source_paths import Path, all_of, path_of
 from lockstep.run.source.source_reads import nodes_of
 
 UNKNOWN: Final = object()
-#: Whether a file is the script's own, or of a module beside it.
-is_script: Final = functools.lru_cache(maxsize=8192)(is_users)
+#: Methods that set items of a dict, a list or a set.
+_CHANGES_ITEMS: Final = {
+    "update",
+    "setdefault",
+    "pop",
+    "popitem",
+    "clear",
+    "append",
+    "extend",
+    "insert",
+    "add",
+    "remove",
+}
 _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -37,10 +46,8 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 
 
 def changed_names() -> frozenset[str]:
-    """The globals and attributes that functions of the script's files set, without attributes that constructors set."""
-    # Not by `getattr`, which runs code of some of the thousands of modules.
-    files = [attributes_of(module).get("__file__") for module in list(sys.modules.values())]
-    return _changed_in(frozenset(file for file in files if type(file) is str and is_script(file)))
+    """The variables, attributes and keys that functions of the script's files set, but for those of constructors."""
+    return _changed_in(frozenset(map(file_of, script_modules().values())))
 
 
 @functools.lru_cache(maxsize=8)
@@ -55,11 +62,27 @@ def _changed_in_file(file: str) -> frozenset[str]:
         if isinstance(function, ast.Module | ast.Lambda) or name in ("__init__", "__post_init__", "__new__"):
             continue
         for node in ast.walk(function):
-            if isinstance(node, ast.Global):
-                found.update(node.names)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+            found.update(_set_by(node))
     return frozenset(found)
+
+
+def _set_by(node: ast.AST) -> Iterable[str]:
+    """The names that a node sets, as they stand in a `Path`; of a key that is computed, the name of its holder."""
+    match node:
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            return names
+        case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
+            path = path_of(node) or (path_of(node.value) if isinstance(node, ast.Subscript) else None)
+            return _last(path) if path is not None or isinstance(node, ast.Subscript) else (node.attr,)
+        case ast.Call(func=ast.Attribute(value=holder, attr=method)) if method in _CHANGES_ITEMS:
+            return _last(path_of(holder))
+        case ast.Call():
+            return _last(all_of(node))
+    return ()
+
+
+def _last(path: Path | None) -> tuple[str, ...]:
+    return () if path is None else (path.root, *path.attributes)[-1:]
 
 
 def value_of_test(test: ast.expr, value_of: Callable[[Path], object]) -> object:

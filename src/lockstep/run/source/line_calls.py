@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.run.source.decided_tests import is_script
+from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import NOTHING, variable_at
 from lockstep.run.source.source_reads import Lines
 

@@ -55,8 +55,9 @@ import numpy as np
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lockstep.heartbeat import is_users, own_lines
+from lockstep.heartbeat import own_lines
 from lockstep.run.checks.divergence import checksum
+from lockstep.run.source.script_modules import dict_of, file_of
 from lockstep.torch_private import batches_yielded, version_of
 
 _MOST_ITEMS: Final = 500  # of one list or dict
@@ -209,7 +210,7 @@ def script_roots(frame: FrameType | None) -> dict[str, object]:
             used = (name for name in names if name in script.f_globals)
             variables |= {name: script.f_globals[name] for name in used if name not in variables}
             for name, module in [*variables.items()]:
-                held = vars(module) if _is_of_script(module) else {}
+                held = vars(module) if issubclass(type(module), ModuleType) and file_of(module) else {}
                 variables |= {f"{name}.{attribute}": held[attribute] for attribute in names if attribute in held}
         for name, value in variables.items():
             if name.startswith("__") or issubclass(type(value), _NO_STATE):
@@ -217,11 +218,6 @@ def script_roots(frame: FrameType | None) -> dict[str, object]:
             known = roots.get(name, value) is value
             roots.setdefault(name if known else f"{script.f_code.co_name}.{name}", value)
     return roots
-
-
-def _is_of_script(value: object) -> bool:
-    file = getattr(value, "__file__", None) if issubclass(type(value), ModuleType) else None
-    return isinstance(file, str) and is_users(file)
 
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:
@@ -418,14 +414,6 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
     for name in function.__code__.co_names:
         if name in function.__globals__ and not issubclass(type(function.__globals__[name]), _NO_STATE):
             yield f".{name}", function.__globals__[name]
-
-
-def dict_of(value: object) -> Any:
-    """The ``__dict__`` of an object, of which no ``__getattr__`` of the script is asked; None for no such."""
-    try:
-        return object.__getattribute__(value, "__dict__")
-    except AttributeError:
-        return None
 
 
 def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:

@@ -21,9 +21,9 @@ from torch.autograd import Function
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from lockstep.run.source.decided_tests import is_script
 from lockstep.run.source.line_calls import MEMO
 from lockstep.run.source.script_functions import Argument, Callee, Context, is_of
+from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import NOTHING, attribute_of, attributes_of
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import ITEMS, Call, Choice, Counted, Lines, Read, Text
@@ -155,6 +155,14 @@ def ran_by(context: Context, lines: Lines) -> list[Callee]:
 
 
 def _named_by(context: Context, call: Call) -> list[Callee]:
+    """The functions of the script that ``call`` names, found once for each function that is followed."""
+    known = context.callees.get(id(call))
+    if known is None or known[0] is not call:
+        known = context.callees[id(call)] = call, _find_named(context, call)
+    return known[1]
+
+
+def _find_named(context: Context, call: Call) -> list[Callee]:
     if several := objects_called(context, call):
         running = [frame.f_code for frame in context.running]  # which are read with what they have
         callees = [callee for value in several for callee in _called(value, type(value).__name__)]
@@ -181,11 +189,6 @@ def _called(value: object, text: str) -> list[Callee]:
     if isinstance(value, type):
         return of_script(getattr(value, "__init__", None), Argument((), NOTHING))
     return called_by(value, type(value.__self__).__name__ if isinstance(value, MethodType) else text)
-
-
-def is_of_script(module: object) -> bool:
-    """Whether a module is the script itself, or a file beside it."""
-    return is_script(attributes_of(module).get("__file__") or "<frozen")
 
 
 def objects_called(context: Context, call: Call) -> list[object]:

@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from torch import nn
 
-from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, dict_of, look, variables_of
+from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
+from lockstep.run.source.script_modules import dict_of
 from lockstep.run.source.source_paths import is_key
 
 NOTHING: Final = object()  #: where there is no value
@@ -123,8 +124,11 @@ def attributes_of(value: object) -> dict[str, object]:
         return {}
     if not issubclass(type(value), nn.Module):
         return found
-    parts = [part for name in MODULE_PARTS if isinstance(part := found.get(name), dict)]  # TorchScript has others
-    return functools.reduce(operator.or_, parts, found)
+    return functools.reduce(operator.or_, _parts_of_module(found), found)
+
+
+def _parts_of_module(own: Mapping[str, object]) -> list[dict[str, Any]]:
+    return [part for name in MODULE_PARTS if isinstance(part := own.get(name), dict)]  # TorchScript has others
 
 
 def attribute_of(value: object, name: str) -> object:
@@ -133,9 +137,13 @@ def attribute_of(value: object, name: str) -> object:
         return NOTHING
     if is_key(name):
         return _item_of(value, ast.literal_eval(name[1:-1]))
-    own = attributes_of(value)
+    own = dict_of(value) or {}
     if name in own:
         return own[name]
+    if issubclass(type(value), nn.Module):
+        for part in _parts_of_module(own):
+            if name in part:
+                return part[name]
     kinds: Iterable[type] = value.__mro__ if issubclass(type(value), type) else type(value).__mro__  # type: ignore[attr-defined]
     for kind in kinds:
         found = vars(kind).get(name, NOTHING)

@@ -174,6 +174,12 @@ class Reads:
     statements: list[Statement] = field(default_factory=list)
     outer: set[str] = field(default_factory=set)  #: variables that are declared global or nonlocal
 
+    @functools.cached_property
+    def methods(self) -> frozenset[str]:
+        """The names of the methods that are called."""
+        called = (part for use in self.uses if use.read is not None for part in use.read.function)
+        return frozenset(part.attributes[-1] for part in called if isinstance(part, Path) and part.attributes)
+
     def statement_at(self, line: int) -> Statement | None:
         """The statement that has a ``line`` outside of the statement's blocks."""
         return next((one for one in self.statements if one.lines.first <= line <= one.lines.last), None)
@@ -449,7 +455,9 @@ class _Reader:
                 for number, (one, part) in enumerate(zip(targets, parts, strict=True)):
                     others = (read for index, each in enumerate(reads) if index != number for read in each)
                     self._bind_items(one, part)
-                    self._bind(one, [Counted(tuple(others))])
+                    count = [Counted(tuple(others))]
+                    for name in stored([one]):
+                        self._set(name, count)
                 return [self._call(items)]
             case ast.Call(func=ast.Name(id="enumerate"), args=[part, *_]), ast.Tuple(elts=[count, one]):
                 self._bind(count, [Counted(tuple(self.expression(part)))])
