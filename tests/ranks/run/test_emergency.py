@@ -542,7 +542,7 @@ def sent_to_others(place):
         if group.rank == 1:
             tree = {"w": torch.arange(6.0).view(2, 3), "none": torch.empty(0), "n": [1, (2.5, "x")]}
             copy = replace(copy, path=str(save_whole(Path(place), FlatTree.of(tree), 7, {}).path))
-        return LeftBehind(group, Choice(copy, ((copy,),), Sums({"loss": [1, 0.0, 1]}, {}))).load()
+        return LeftBehind(group, Choice(copy, ((copy,),), Sums({"loss": [1, 0.0, 1]}, {})), None).load()
 
 
 @contextlib.contextmanager

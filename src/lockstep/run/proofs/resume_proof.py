@@ -8,6 +8,8 @@
       the end of the body        options and sums again, and tensors of what is kept
                                the leader writes the record beside the checkpoint
     a run resumes from it      its first step is also recorded, and compared
+    a rank is lost             the others leave what the script's variables hold with the state of the last step, and
+                               the next generation compares its own when that step begins again
 
 So state that the script needs and no checkpoint holds is found, if it matters in this step: a teacher, a schedule, a
 counter. Records are by a micro-batch's index and a tensor's name, so that worlds and strategies may differ.
@@ -15,11 +17,13 @@ counter. Records are by a micro-batch's index and a tensor's name, so that world
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,6 +36,7 @@ from lockstep.collectives import TensorShard
 from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
+from lockstep.peer_failure import is_peer_failure
 from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, script_state
@@ -75,6 +80,45 @@ _OF_BODY: Final = (
 )
 
 
+class Interruption:
+    """A context for the calls of a step in which the loss of a rank shows: notes what the script holds then.
+
+    Args:
+        context: of the run.
+        conditions: gives the conditions of the step's bits.
+    """
+
+    def __init__(self, context: RunContext, conditions: Callable[[], list[str]]) -> None:
+        self._context: Final = context
+        self._conditions: Final = conditions
+        #: The steps done, and what is compared when the next one begins again; None: nothing is to be compared.
+        self.held: tuple[int, StateTree] | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        context = self._context
+        if error is None or not (context.settings.replay and is_peer_failure(error)):
+            return
+        with contextlib.suppress(
+            Exception
+        ):  # the objects of a script may be anything, and its error is the one to tell
+            script = script_state(_outer_loop(sys._getframe(), context), context.state, context.inputs.calls)
+            self.held = context.position.progress.step, {"conditions": self._conditions(), "script": script}
+
+
+def _outer_loop(frame: FrameType, context: RunContext) -> FrameType:
+    """The frame of the function with the outer loop, from ``frame`` outward; ``frame`` itself without such a loop.
+
+    Functions within are others in the middle of a body than at its beginning.
+    """
+    caller, each = context.position.passes.caller, frame
+    while each.f_code is not caller and each.f_back is not None:
+        each = each.f_back
+    return each if each.f_code is caller else frame
+
+
 class ResumeProof:
     """Records the step after each save, and compares the first step after a resume.
 
@@ -94,6 +138,8 @@ class ResumeProof:
         self._saved: int | None = None  # the step whose checkpoint waits for the next step's record
         self._own: dict[str, dict[str, Any]] | None = None  # record of this step, or of the first after a resume
         self._noted = False  # a difference was reported, so no second one needs to be
+        self.interruption: Final = Interruption(context, self._conditions)
+        self._is_left = False  # whether the expected values are those that a survivor has left
 
     def saved(self, step: int) -> None:
         """Record the next step, since the state after ``step`` is being saved. All ranks must call `saved`."""
@@ -101,13 +147,19 @@ class ResumeProof:
             self._saved = step
             self._listen()
 
-    def resumed(self) -> None:
+    def resumed(self, left: Mapping[str, Any] | None) -> None:
         """Compare the first step after a resume, if the step after the checkpoint was recorded.
 
         Collective.
+
+        Args:
+            left: what a survivor has left with the state that the run resumes from, see `Interruption`; None for a
+                checkpoint.
         """
         if self._context.settings.replay:
             self._file, self._expected = self._checkpointer.next_step()
+            if left is not None:
+                self._expected, self._is_left = {**left}, True
         if self._expected is not None:
             self._listen()
 
@@ -116,7 +168,8 @@ class ResumeProof:
         if self._context.metrics.losses is None:
             return
         if not self._script and self._context.group.leads:  # no body of the step has begun, also not of a replay
-            self._script = script_state(sys._getframe(), self._context.state, self._context.inputs.calls)
+            frame = _outer_loop(sys._getframe(), self._context) if self._is_left else sys._getframe()
+            self._script = script_state(frame, self._context.state, self._context.inputs.calls)
         if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 
@@ -183,16 +236,20 @@ class ResumeProof:
         """
         context = self._context
         if difference is None and begun_anew:
+            had = "If" if self._is_left else "The step after the resume had the same bits all the same; if"
             context.reporter.say(
-                f"variables of the script have begun anew, for they are in no checkpoint: {begun_anew}. The step after "
-                "the resume had the same bits all the same; if something later depends on one of them, such as when "
-                "the training ends, or a schedule, give it to run.keep(...)"
+                f"variables of the script have begun anew, for they are in no checkpoint: {begun_anew}. {had} "
+                "something later depends on one of them, such as when the training ends, or a schedule, give it to "
+                "run.keep(...)"
             )
         if difference is None or self._noted:
             return
         self._noted = True
         text = difference.text
         first = "the first step after the resume is not the one that followed the checkpoint"
+        on_purpose = f"If it was changed on purpose, remove {self._file} and resume again; if"
+        if self._is_left:
+            first, on_purpose = "the step in which a rank was lost does not begin again as it began then", "If"
         if context.group.broadcast_object(self._checkpointer.differs, "what has changed since the checkpoint"):
             context.reporter.say(f"{first}: {text}. What has changed since is said above")
         elif difference.size < _NEAR and not self._repeats:
@@ -204,9 +261,8 @@ class ResumeProof:
             variables = f" (variables that have begun anew: {begun_anew})" if begun_anew else ""
             raise CheckpointError(
                 f"{first}: {text}. Something is in no checkpoint: {difference.lost}{variables}. Keep it with "
-                "run.keep(...), a scheduler with run.scheduler(...), and start over with --fresh. If it was changed on "
-                f"purpose, remove {self._file} and resume again; if the script is so by design, as where it steps an "
-                "environment, Run(replay=False) leaves this check out"
+                f"run.keep(...), a scheduler with run.scheduler(...), and start over with --fresh. {on_purpose} the "
+                "script is so by design, as where it steps an environment, Run(replay=False) leaves this check out"
             )
 
     @property
@@ -359,6 +415,8 @@ def _has_same_bits(before: StateTree, now: StateTree) -> bool:
 
 
 def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None:
+    if "samples" not in before:
+        return None  # left by a survivor, whose step was not done
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)

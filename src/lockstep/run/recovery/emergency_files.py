@@ -8,6 +8,7 @@
         mirror-0002            the part of rank 2 after the last two steps, see `mirror`; likewise rest-, copy-
         left-0002              the part of rank 2 when another rank died, as under hsdp
         left-state             a rank has left a state: the launcher looks for this file
+        script-00001234-0001   what the script of rank 1 held in the step after 1234, see `resume_proof.Interruption`
         suspect                its ranks held different bits: none of its states is used
         why-not-0001           why rank 1 has left no state when another rank died
 
@@ -18,21 +19,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lockstep.checkpoint import LOCAL, checksums_in, list_checkpoints, read_manifest, read_part_head
 from lockstep.errors import LockstepError
 from lockstep.launch_contract import GENERATION_FILES, LEFT_STATE
 from lockstep.memory_use import host_memory
+from lockstep.records import read_object
 from lockstep.run.recovery.copied_measures import COPIED
 from lockstep.run.recovery.measures_journal import Journal, read_journal
 from lockstep.run.recovery.mirror import MIRROR_PARTS
 from lockstep.run.recovery.newest_state import NOT_USED, Left, LeftState
+from lockstep.small_files import replace_text
 
 #: How long a rank waits for others of its node, each of which may write a state.
 _TURN_S = 60.0
@@ -41,6 +45,7 @@ _STATE = "state-"
 _MEASURES = "measures-"
 _LEFT = "left"
 _WHY_NOT = "why-not-"
+_SCRIPT = "script-"
 #: The part of the free memory that a state may take.
 _SHARE = 0.8
 
@@ -114,6 +119,10 @@ class EmergencyFiles:
         """Note that no state of this generation may be used, and ``why``."""
         (self.own / "suspect").write_text(why)
 
+    def note_script(self, step: int, rank: int, held: Mapping[str, object]) -> None:
+        """Note what the script of ``rank`` ``held`` in the step after ``step``."""
+        replace_text(self.own / f"{_SCRIPT}{step:08d}-{rank:04d}", json.dumps(held))
+
     def note_why_not(self, rank: int, why_not: str) -> None:
         """Note the reason, for the user, why ``rank`` leaves no state. Without room for the file, nothing is noted."""
         text = f"rank {rank} left no state when another one died: {why_not}"
@@ -138,17 +147,21 @@ class EmergencyFiles:
         states: list[LeftState] = []
         journals, copied = dict[tuple[str, int], Journal](), dict[tuple[str, int], Journal]()
         suspect, why_not = [], []
+        scripts = dict[tuple[str, int], Mapping[str, Any]]()
         for directory in self._before():
             states += self._states(directory.name)
             if (mark := directory / "suspect").exists():
                 suspect.append(directory.name)
                 why_not.append((directory.name, f"{NOT_USED}{mark.read_text()}"))
             why_not += [(directory.name, path.read_text()) for path in sorted(directory.glob(f"{_WHY_NOT}*"))]
+            for path in directory.glob(f"{_SCRIPT}*"):
+                with contextlib.suppress(LockstepError, OSError, ValueError):
+                    scripts[directory.name, int(path.name.split("-")[1])] = read_object(path)
             for found, name in ((journals, _MEASURES), (copied, COPIED)):
                 for path in directory.glob(f"{name}*"):
                     found[directory.name, int(path.name.rpartition("-")[2])] = read_journal(path)
         unique = {state.path: state for state in states}  # a generation may have written to both places
-        return Left(tuple(unique.values()), journals, tuple(suspect), copied, tuple(why_not))
+        return Left(tuple(unique.values()), journals, tuple(suspect), copied, tuple(why_not), scripts)
 
     def remove_before(self) -> None:
         """Remove the files of earlier generations."""

@@ -70,6 +70,8 @@ class Left:
     suspect: tuple[str, ...] = ()  #: generations whose ranks held different bits
     copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as received
     why_not: tuple[tuple[str, str], ...] = ()  #: by generation, why a rank has left no state
+    #: By generation and step, what the script of a rank held in the next step, see `resume_proof.Interruption`.
+    scripts: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +171,17 @@ class LeftBehind:
     Args:
         group: all ranks.
         choice: what was chosen, the same on all.
+        script: what a script held in the next step, see `resume_proof.Interruption`; the same on all.
     """
 
-    def __init__(self, group: Group, choice: Choice) -> None:
+    def __init__(self, group: Group, choice: Choice, script: Mapping[str, Any] | None) -> None:
         self._group: Final = group
         self._choice: Final = choice
         self.step: Final = choice.state.step
         self.about: Final[SavedTree] = choice.state.about  #: what `Checkpoints.save` would have been given
         self.turn: Final = choice.state.turn  #: whether an iteration of the outer loop begins there
         self.rows: Final[Sequence[Any]] = choice.state.rows  #: what was logged before that, since the step ended
+        self.script: Final = script
 
     @property
     def origin(self) -> str:

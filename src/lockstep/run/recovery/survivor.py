@@ -50,6 +50,8 @@ Own = Callable[[StatePart], StateTree]
 """Gives this rank's part of the state."""
 About = Callable[[], StateTree]
 """Gives the description of the state, see `LeftState.of`."""
+ScriptHeld = tuple[int, Mapping[str, object]] | None
+"""The steps done, and what the script held in the next step, see `resume_proof.Interruption`; None: not known."""
 
 
 class Emergency:
@@ -87,12 +89,13 @@ class Emergency:
         may change, are copied before `mirror` returns.
         """
 
-    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
+    def leave(self, error: BaseException, point: ResumePoint, about: About, script: ScriptHeld = None) -> None:
         """Save the state of ``point`` if the ``error`` that ends the run says that another rank was lost.
 
         The state is also saved for an error that may end all ranks at once and leaves their states unchanged.
 
-        ``about`` gives the description that is saved with the state, see `LeftState.of`.
+        ``about`` gives the description that is saved with the state, see `LeftState.of`; ``script`` is what the next
+        generation compares with its own script.
         """
 
     def find(self) -> LeftBehind | None:
@@ -275,7 +278,7 @@ class EmergencyMemory(Emergency):
 
     # ---- when a rank is lost -------------------------------------------------------------------------------------
 
-    def leave(self, error: BaseException, point: ResumePoint, about: About) -> None:
+    def leave(self, error: BaseException, point: ResumePoint, about: About, script: ScriptHeld = None) -> None:
         """See `Emergency.leave`. Never raises, since the error that ended the run has to reach the user.
 
         If no state is left, the reason is noted, and the next generation tells it.
@@ -289,6 +292,8 @@ class EmergencyMemory(Emergency):
             if isinstance(error, MismatchError) and not isinstance(error, DifferentCalls):
                 self._files.suspect(str(error))
             elif self.part is not None and (is_peer_failure(error) or isinstance(error, _SPARE_THE_STATE)):
+                if script is not None:
+                    self._files.note_script(script[0], self._group.rank, script[1])
                 if (flat := point.take()) is None:
                     why_not = point.why_not
                 else:
@@ -336,7 +341,11 @@ class EmergencyMemory(Emergency):
         for generation, why_not in dict.fromkeys(said):
             if choice is None or choice.state.generation != generation:
                 self._say(why_not)
-        return None if choice is None else LeftBehind(self._group, choice)
+        if choice is None:
+            return None
+        left_by = choice.state.generation, choice.state.step
+        script = next((node.scripts[left_by] for node in nodes if left_by in node.scripts), None)
+        return LeftBehind(self._group, choice, script)
 
 
 def open_emergency(

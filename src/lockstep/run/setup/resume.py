@@ -170,7 +170,7 @@ class TrainingStart:
                 self._inherit(trial, trial.inherits)
             return None
         checkpointer.compare(self._identity.script, within_pass=())
-        self._proof.resumed()
+        self._proof.resumed(left.script if left is not None and checkpointer.resumed_from is left else None)
         changed, options = self._restore(tree)
         for text in options:
             self._context.reporter.say(text)

@@ -134,7 +134,8 @@ class Shutdown:
         if self._train_step.current is not None:
             self._train_step.leave()
         phase = self._context.marker.set_phase("save")
-        self._context.emergency.leave(error, self._end_of_step.point, self._end_of_step.about_left)
+        end = self._end_of_step
+        self._context.emergency.leave(error, end.point, end.about_left, end.proof.interruption.held)
         self._context.marker.set_phase(phase)
 
     def _finish(self) -> None:
