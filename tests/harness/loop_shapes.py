@@ -788,7 +788,7 @@ def unfreezing() -> Any:
         return state_hash(model)
 
 
-@shape("`optimizer.add_param_group` from some epoch on", may_be_killed=False)
+@shape("`optimizer.add_param_group` from some epoch on")
 def parameters_added_later() -> Any:
     with lockstep.Run() as run:
         model = net()

@@ -251,7 +251,10 @@ class TrainingLoop:
         self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
     ) -> bool:
         """`backward` and `update`; returns whether the step is complete. Collective at the last micro-batch."""
-        self._backward(loss, data, count, loss_is, optimizer)
+        if count is None:
+            self._left_out.refuse()
+        with self._end_of_step.proof.left_script:
+            self._train_step.backward(loss, data, count, loss_is, optimizer)
         return self.update(optimizer)
 
     def backward(
@@ -262,7 +265,10 @@ class TrainingLoop:
         Collective at the last micro-batch, where gradients are summed.
         """
         self._train_step.updates.require_gradients()
-        self._backward(loss, data, count, loss_is, optimizer)
+        if count is None:
+            self._left_out.refuse()
+        with self._end_of_step.proof.left_script:
+            self._train_step.backward(loss, data, count, loss_is, optimizer)
         current = self._train_step.current
         if current is None or not current.position.last:
             return False
@@ -271,17 +277,9 @@ class TrainingLoop:
             self._position.seed_script("gradients")
         return True
 
-    def _backward(
-        self, loss: Loss, data: tuple[object, ...], count: Count, loss_is: LossKind, optimizer: Optimizers
-    ) -> None:
-        if count is None:
-            self._left_out.refuse()
-        with self._end_of_step.proof.interruption:
-            self._train_step.backward(loss, data, count, loss_is, optimizer)
-
     def update(self, optimizer: Optimizers) -> bool:
         """Step the optimizers and count the samples of the step, if it is complete; returns whether it is."""
-        with self._end_of_step.proof.interruption:
+        with self._end_of_step.proof.left_script:
             done = self._train_step.update(optimizer)
         if done and self._train_step.current is not None:
             self._end_of_step.count(self._train_step.current.position.step_samples)

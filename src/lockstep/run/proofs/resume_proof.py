@@ -80,7 +80,7 @@ _OF_BODY: Final = (
 )
 
 
-class Interruption:
+class LeftScript:
     """A context for the calls of a step in which the loss of a rank shows: notes what the script holds then.
 
     Args:
@@ -138,7 +138,7 @@ class ResumeProof:
         self._saved: int | None = None  # the step whose checkpoint waits for the next step's record
         self._own: dict[str, dict[str, Any]] | None = None  # record of this step, or of the first after a resume
         self._noted = False  # a difference was reported, so no second one needs to be
-        self.interruption: Final = Interruption(context, self._conditions)
+        self.left_script: Final = LeftScript(context, self._conditions)
         self._is_left = False  # whether the expected values are those that a survivor has left
 
     def saved(self, step: int) -> None:
@@ -153,7 +153,7 @@ class ResumeProof:
         Collective.
 
         Args:
-            left: what a survivor has left with the state that the run resumes from, see `Interruption`; None for a
+            left: what a survivor has left with the state that the run resumes from, see `LeftScript`; None for a
                 checkpoint.
         """
         if self._context.settings.replay:

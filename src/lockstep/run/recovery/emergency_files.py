@@ -8,7 +8,7 @@
         mirror-0002            the part of rank 2 after the last two steps, see `mirror`; likewise rest-, copy-
         left-0002              the part of rank 2 when another rank died, as under hsdp
         left-state             a rank has left a state: the launcher looks for this file
-        script-00001234-0001   what the script of rank 1 held in the step after 1234, see `resume_proof.Interruption`
+        script-00001234-0001   what the script of rank 1 held in the step after 1234, see `resume_proof.LeftScript`
         suspect                its ranks held different bits: none of its states is used
         why-not-0001           why rank 1 has left no state when another rank died
 

@@ -70,7 +70,7 @@ class Left:
     suspect: tuple[str, ...] = ()  #: generations whose ranks held different bits
     copied: Journals = field(default_factory=dict)  #: of ranks on another node, as far as received
     why_not: tuple[tuple[str, str], ...] = ()  #: by generation, why a rank has left no state
-    #: By generation and step, what the script of a rank held in the next step, see `resume_proof.Interruption`.
+    #: By generation and step, what the script of a rank held in the next step, see `resume_proof.LeftScript`.
     scripts: Mapping[tuple[str, int], Mapping[str, Any]] = field(default_factory=dict)
 
 
@@ -171,7 +171,7 @@ class LeftBehind:
     Args:
         group: all ranks.
         choice: what was chosen, the same on all.
-        script: what a script held in the next step, see `resume_proof.Interruption`; the same on all.
+        script: what a script held in the next step, see `resume_proof.LeftScript`; the same on all.
     """
 
     def __init__(self, group: Group, choice: Choice, script: Mapping[str, Any] | None) -> None:

@@ -51,7 +51,7 @@ Own = Callable[[StatePart], StateTree]
 About = Callable[[], StateTree]
 """Gives the description of the state, see `LeftState.of`."""
 ScriptHeld = tuple[int, Mapping[str, object]] | None
-"""The steps done, and what the script held in the next step, see `resume_proof.Interruption`; None: not known."""
+"""The steps done, and what the script held in the next step, see `resume_proof.LeftScript`; None: not known."""
 
 
 class Emergency:

@@ -135,7 +135,7 @@ class Shutdown:
             self._train_step.leave()
         phase = self._context.marker.set_phase("save")
         end = self._end_of_step
-        self._context.emergency.leave(error, end.point, end.about_left, end.proof.interruption.held)
+        self._context.emergency.leave(error, end.point, end.about_left, end.proof.left_script.held)
         self._context.marker.set_phase(phase)
 
     def _finish(self) -> None:

@@ -27,6 +27,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.checks.divergence import checksum
 from lockstep.run.metrics.early_stopping import EarlyStopping
 from lockstep.run.source.reachable import find, script_roots
+from lockstep.run.state.added_groups import AddedGroups
 from lockstep.run.state.attributes import RunAttributes, path_of
 from lockstep.run.state.kept_variables import KeptVariables
 from lockstep.run.state.registered_scheduler import RegisteredScheduler, UnregisteredSchedulers
@@ -55,6 +56,7 @@ class State:
         self.sample_sources: list[object] = []  # data sets, and the functions that loaders were given with them
         self.tracker: object = None  # the script's own, which a thread of the run uses
         self.attributes: RunAttributes | None = None  # once the training has begun
+        self._added_groups: AddedGroups | None = None  # likewise
         self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
         self._names: list[set[str]] = []  # of each model's parameters when the training began
         self.modes: list[TrainingModes] = []  # of each model
@@ -168,6 +170,7 @@ class State:
         kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
         self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
         self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
+        self._added_groups = AddedGroups(self.optimizers, self.models)
 
     def settings_of_modules(self, *, attributes_of_all: bool) -> dict[str, object]:
         """The settings of modules of models and kept modules, by name: training modes, and changed attributes.
@@ -195,6 +198,7 @@ class State:
             "transient": [buffers.state() for buffers in self._transient],
             "modes": [modes.state() for modes in self.modes],
             "optimizers": [layout.optimizer_state(o) for o in self.optimizers],
+            "added_groups": [] if self._added_groups is None else self._added_groups.state(),
             "schedulers": [s.scheduler.state_dict() for s in self.schedulers],
             "unregistered_schedulers": self.unregistered.state(),
             "kept": {n: v.state_dict() for n, v in self.kept.items() if not isinstance(v, PlainValue)},
@@ -223,6 +227,8 @@ class State:
             CheckpointError: if the script made other objects than the script that saved, or an object does not fit.
         """
         self.load_models(tree, strategy)
+        if self._added_groups is not None:
+            self._added_groups.load(tree.get("added_groups", []), tree["optimizers"])  # older checkpoints have none
         _load_all("optimizers", self.optimizers, tree["optimizers"], strategy.state_layout.load_optimizer)
         # Of models and optimizers, a strategy reads only this rank's part; other state is small.
         tree = in_memory({name: value for name, value in tree.items() if name not in ("models", "optimizers")})
