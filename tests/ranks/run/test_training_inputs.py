@@ -733,10 +733,38 @@ def test_what_a_generator_around_the_loop_returns_at_its_end_may_change(tmp_path
     play(tmp_path, STEP, setup=setup, before="Bar = watched")
 
 
-def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path):
-    body = f"loss = {STEP[9:-1]}\nif run.step(loss * scale):\n    scale = 1 + run.mean(loss.item()) * 1e-30"
-    with pytest.raises(UsageError, match=r"is computed from run.mean\(...\) of each rank's last micro-batch"):
-        play(tmp_path, body, before="scale = 1.0")
+#: By what holds a mean over the last micro-batch of each rank: what is there before, the loss, and what changes it.
+OF_LAST_MEANS = {
+    "variable": ("scale = 1.0", "loss * scale", "scale = 1 + run.mean(loss.item()) * 1e-30"),
+    "tensor that is changed twice": (
+        "centre = torch.zeros(2)",
+        "loss + centre.sum()",
+        "centre.mul_(0.9).add_(1e-30 * run.mean(model(x).detach().mean(0)))",
+    ),
+    "tensor that is kept": (
+        "centre = torch.zeros(2)\nrun.keep(centre=centre)",
+        "loss + centre.sum()",
+        "centre.mul_(0.9).add_(1e-30 * run.mean(model(x).detach().mean(0)))",
+    ),
+    "value that is kept": (
+        "run.keep(level=0.5)",
+        "loss * run.kept.level",
+        "run.kept.level = 0.9 * run.kept.level + 1e-30 * run.mean(loss.item())",
+    ),
+    "list made in the body": (
+        "scale = 1.0",
+        "loss * scale",
+        "scale = 1 + len(run.gather(found)) * 1e-30",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_LAST_MEANS)
+def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path, name):
+    before, loss, change = OF_LAST_MEANS[name]
+    with pytest.raises(UsageError, match=r"is computed from run.(mean|gather)\(...\) of each rank's last micro-batch"):
+        found = f"loss = {STEP[9:-1]}\nfound = []\nfound.append(loss.item())\n"
+        play(tmp_path, f"{found}if run.step({loss}):\n    {change}", before=before)
 
 
 def test_what_a_memory_has_of_the_model_as_it_was_is_refused(tmp_path):
@@ -1095,6 +1123,13 @@ TOLD = {
     "print of the leader": ("seen += len(x)", "if run.leads:\n    print(seen)", "seen, which print(...)"),
     "logger": ("seen += len(x)", "logging.info('%s samples', seen)", "seen, which logging.info(...)"),
     "file": ("seen += len(x)", "json.dump([seen], io.StringIO())", "seen, which json.dump(...)"),
+    "rows of a file": ("seen += len(x)", "csv.writer(io.StringIO()).writerows([[seen]])", "seen, which writerows(...)"),
+    "saved": ("seen += len(x)", "torch.save({'seen': seen}, io.BytesIO())", "seen, which torch.save(...)"),
+    "table": (
+        "seen += len(x)",
+        "types.SimpleNamespace(rows=[seen], to_csv=str).to_csv('log.csv')",
+        "seen, which to_csv(...)",
+    ),
     "history": ("seen += len(x)", "history.append(seen)\nprint(history)", "seen, which print(...)"),
     "report": ("seen += len(x)", "run.report(seen)", "seen, which run.report(...)"),
     "in the body": ("seen += len(x)\nprint(seen)", "pass", "seen, which print(...)"),
@@ -1145,7 +1180,9 @@ NOT_OF_LAST = {
 
 def logged(tmp_path, body, after, at_step="pass"):
     setup = (
-        METER + REPORT.replace("\n", "\n    ") + "\n    import io, json, logging\n    import torch.distributed as dist"
+        METER
+        + REPORT.replace("\n", "\n    ")
+        + "\n    import csv, io, json, logging, types\n    import torch.distributed as dist"
     )
     before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
     done = f"loss = F.cross_entropy(model(x), y)\nif run.step(loss):\n    steps += 1\n    {at_step}"

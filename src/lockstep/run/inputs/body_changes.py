@@ -229,8 +229,11 @@ def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[
     if not context.loop.items:
         return False
     changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
+    filled = [read for read in reads if isinstance(read, Path) and read.root in context.loop.fresh]
+    reads = [*reads, *(one for read in filled for one in context.reads.filled_from.get(read.root, ()))]
     reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh, without=without)}
-    return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(changed - context.loop.fresh)
+    stay = {name for name in changed if not is_run(context.value_of(Path(name)))} - context.loop.fresh
+    return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(stay)
 
 
 def is_of_turn(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:

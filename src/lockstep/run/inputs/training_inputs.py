@@ -61,7 +61,8 @@ _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
 _TELLS: Final = {
-    *("print", "write", "write_text", "writerow", "savetxt", "to_csv", "dump", "dumps"),
+    *("print", "write", "write_text", "writerow", "writerows", "dump", "dumps", "save", "savez", "savetxt"),
+    *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
     *("debug", "info", "warning", "error", "critical"),
     *("log", "say", "report", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
     *("set_postfix", "set_postfix_str", "set_description"),
@@ -195,7 +196,9 @@ def given_by(follower: InputFollower, context: Context) -> list[Given]:
         where, before = f"{file}:{use.line}", len(found)
         if use.read is not None:
             found += _given_in(follower, context, use.read, where, use.conditions)
-        elif use.target is not None and _is_of_trained(follower, context, use.target):
+        elif use.target is not None and (
+            _is_of_trained(follower, context, use.target) or _is_kept_variables(context, use.target)
+        ):
             written = context.value_of(use.target)
             is_own = is_of(written, nn.Module) and file_of(sys.modules.get(type(written).__module__))
             if is_own and use.target.root in context.arguments:
@@ -217,6 +220,9 @@ def _given_in(
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     is_told = follower.is_of_reader and (method or what[:-5]) in _TELLS
     if is_told and not callees_of(context, call):  # else the script's own function tells
+        if call.method.startswith("to_"):
+            receiver = (path.owner,) if isinstance(path, Path) else call.function
+            yield Given("told", what, where, receiver)
         for name, part in (*(("", one) for one in call.arguments), *call.keywords):
             if not is_of_rank(name):
                 yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, part)
@@ -338,6 +344,11 @@ def _is_of_trained(follower: InputFollower, context: Context, path: Path) -> boo
         and _is_of_trained(follower, context, of.owner)
         for of in made
     )
+
+
+def _is_kept_variables(context: Context, path: Path) -> bool:
+    """Whether a path is ``run.kept``, whose attributes are part of the state."""
+    return path.attributes == ("kept",) and is_run(context.value_of(Path(path.root)))
 
 
 def _is_of_optimizer(context: Context, path: Path) -> bool:

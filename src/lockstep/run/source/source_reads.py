@@ -508,7 +508,7 @@ class _Reader:
             method=getattr(node.func, "attr", getattr(node.func, "id", "")),
         )
         self._use(call, None, (), node.lineno)
-        owner = path_of(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        owner = path_of(_changed_by_chain(node.func.value)) if isinstance(node.func, ast.Attribute) else None
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
@@ -532,6 +532,13 @@ class _Reader:
                 parts = [text_part(part) for part in values]
                 return [Text(tuple(part for part in parts if part is not None), tuple(read))] if all(parts) else read
         return read
+
+
+def _changed_by_chain(node: ast.expr) -> ast.expr:
+    """``m`` of ``m.mul_(0.9).add_(x)``, which changes m twice; else ``node`` itself."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
+        node = node.func.value
+    return node
 
 
 def _lines_of(node: ast.expr) -> Lines:
