@@ -762,8 +762,8 @@ OF_LAST_MEANS = {
 @pytest.mark.parametrize("name", OF_LAST_MEANS)
 def test_means_of_the_last_micro_batch_of_each_rank_are_refused(tmp_path, name):
     before, loss, change = OF_LAST_MEANS[name]
+    found = f"loss = {STEP[9:-1]}\nfound = []\nfound.append(loss.item())\n"
     with pytest.raises(UsageError, match=r"is computed from run.(mean|gather)\(...\) of each rank's last micro-batch"):
-        found = f"loss = {STEP[9:-1]}\nfound = []\nfound.append(loss.item())\n"
         play(tmp_path, f"{found}if run.step({loss}):\n    {change}", before=before)
 
 

@@ -83,9 +83,9 @@ class DivergenceCheck:
     def _differing(self, given: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Inputs that were equal on all ranks and now differ; others are ignored from now on. Collective."""
         by_rank = self._group.gather_objects(given, "what the training is computed from")
-        names = dict.fromkeys(name for one in by_rank for name in one)
-        differ = [name for name in names if len({one[name][1] if name in one else None for one in by_rank}) > 1]
-        were_equal = {name for name in differ if len({one[name][0] if name in one else None for one in by_rank}) == 1}
+        names = [name for name in by_rank[0] if all(name in one for one in by_rank)]  # a cache may lack an item
+        differ = [name for name in names if len({one[name][1] for one in by_rank}) > 1]
+        were_equal = {name for name in differ if len({one[name][0] for one in by_rank}) == 1}
         self._apart.update(set(differ) - were_equal)
         return {name: given[name][1] for name in differ if name in were_equal}
 

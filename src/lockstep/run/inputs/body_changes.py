@@ -159,6 +159,10 @@ class BodyChanges:
         of_owners = [one for owner in owners for one in self._reads.get(owner.slot, [])]
         return of_owners + self._parts.get(place.slot, [])
 
+    def fills(self, place: Place) -> bool:
+        """Whether lines within a pass set a place, or items there."""
+        return any(one.in_pass for one in self.reads_at(place))
+
     def makes_anew(self, place: Place) -> bool:
         """Whether bodies set a place without regard to its earlier value: the place tells of the last body only."""
         return any(one.anew for one in self._seen.get(place.slot, ()))

@@ -115,14 +115,12 @@ class InputFollower:
         self.kept: Final = [value.value if isinstance(value, PlainValue) else value for value in state.kept.values()]
         models = [*state.models, *(value for value in self.kept if isinstance(value, nn.Module))]
         modules = [module for model in models for module in model.modules()]
-        groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
-        schedulers = [one.scheduler for one in state.schedulers]
-        #: What a script changes to change the training.
+        schedulers, averages = [one.scheduler for one in state.schedulers], find({"kept": self.kept}, torch.Tensor)
         lists = [optimizer.param_groups for optimizer in state.optimizers]
+        groups = [group for groups in lists for group in groups]
         tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
-        averages = find({"kept": self.kept}, torch.Tensor).values()
-        self.trained: Final = {
-            id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors, *averages)
+        self.trained: Final = {  #: what a script changes to change the training
+            id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors, *averages.values())
         }
         self.changes: Final = BodyChanges()
         self._of_samples: Final[dict[tuple[int, str], Place]] = {}  # places that samples are computed from
@@ -402,6 +400,8 @@ class InputFollower:
         for key, (place, what) in self.found.places.items():
             if self.changes.is_bodys(place):
                 self.found.of_bodies.add(key)
+            if self.changes.fills(place):
+                self.found.filled.add(key)
             if self.changes.makes_anew(place):
                 self.found.anew.add(key)
             elif self.changes.makes_when_needed(place) and not self._is_made_of_trained(place):

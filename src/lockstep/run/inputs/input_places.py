@@ -5,6 +5,7 @@ A place is a variable of the script, or an attribute or an item of an object, th
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,8 @@ from torch.optim import Optimizer
 
 from lockstep.run.source.script_places import Held, Place, held
 from lockstep.run.source.source_reads import Read
+
+_ITEM: Final = re.compile(r"(.*)\[[^\[\]]*\]")  # of a container
 
 NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
 FOLLOWED: Final = NOTED | {"told", "seed"}  #: kinds of what is followed to the script's variables
@@ -51,6 +54,7 @@ class TrainingInputs:
     anew: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: places that each body sets anew
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
+    filled: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that lines within a pass set or fill
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
@@ -73,13 +77,14 @@ class TrainingInputs:
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set(), made_with={})
+        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set(), filled=set(), made_with={})
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
             found.anew |= {there.key} if key in self.anew else set()
             found.when_needed |= {there.key} if key in self.when_needed else set()
             found.of_bodies |= {there.key} if key in self.of_bodies else set()
+            found.filled |= {there.key} if key in self.filled else set()
             if key in self.made_with:
                 made = self.made_with[key]
                 found.made_with[there.key] = [each._replace(owner=owner_of(each.owner)) for each in made]
@@ -98,6 +103,14 @@ class TrainingInputs:
         starts = tuple(f"{place.text}[" for place, _ in places)
         themselves = {place.text for place, _ in places}
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
+
+    def held_items(self) -> Held:
+        """Only the items of containers that bodies fill."""
+        keys = self.filled | self.of_bodies | self.when_needed
+        places = [(place, what) for key, (place, what) in self.places.items() if key in keys]
+        texts = {place.text for place, _ in places}
+        found = held(places, self.skip, STATELESS)
+        return {name: each for name, each in found.items() if (item := _ITEM.fullmatch(name)) and item[1] in texts}
 
     def held_when_needed(self) -> Held:
         """Only places that bodies make when needed, without the length of a table, of which ranks need other parts."""

@@ -19,7 +19,16 @@ from lockstep.run.inputs.input_places import TrainingInputs
 from lockstep.run.inputs.told_parts import part_told
 from lockstep.run.inputs.training_inputs import training_inputs
 from lockstep.run.source.line_calls import LineCalls
-from lockstep.run.source.reachable import CACHES, Mark, changed, look, script_frames, script_roots, size_of
+from lockstep.run.source.reachable import (
+    CACHES,
+    Mark,
+    changed,
+    look,
+    script_frames,
+    script_roots,
+    size_of,
+    tells_values,
+)
 from lockstep.run.source.script_places import Held, changed_since
 from lockstep.run.state.registered import State
 
@@ -37,6 +46,21 @@ class Since(NamedTuple):
 
     first: Mark  #: when it was seen first
     now: Mark
+
+
+class _Item(NamedTuple):
+    """An item of a container that bodies fill, as seen last."""
+
+    mark: Mark
+    where: tuple[int, int]  #: after which body
+    stays: bool = False  #: whether another body has left the item as it was
+
+
+_STAYS: Final = Mark(0, "", "made once")  # equal on all ranks: then the values there must be
+
+
+def _tells(mark: Mark) -> bool:
+    return mark.rank == 1 or tells_values(mark)
 
 
 class _Function(NamedTuple):
@@ -71,6 +95,7 @@ class SharedInputs:
         self._read_at = 0
         self._first: Final[dict[str, Mark]] = {}
         self._moved: Final[set[str]] = set()  # by bodies
+        self._items: Final[dict[str, _Item]] = {}  # of containers that bodies fill
         self._began: Held = {}  # what bodies may change, when the loop was read
         self._left: dict[str, Since] = {}  # as the last loop was left
         self.calls: Final = LineCalls()  #: what the lines of bodies were seen to run
@@ -135,9 +160,16 @@ class SharedInputs:
         """The first input that bodies have changed since the loop was read, in words; "" for none."""
         return "" if self._inputs is None else changed_since(self._began, self._inputs.held_of_bodies())
 
-    def body_is_over(self, before: Held, after: Held) -> None:
-        """Note inputs that differ between the two as set by a body."""
+    def body_is_over(self, before: Held, after: Held, where: tuple[int, int]) -> None:
+        """Note inputs that differ between the two as set by a body, of the micro-batch at ``where`` (step, place)."""
         self._moved.update(name for name, (mark, _) in after.items() if name in before and before[name][0] != mark)
+        if self._several and self._inputs is not None:
+            for name, (mark, _) in self._inputs.held_items().items():
+                known = self._items.setdefault(name, _Item(mark, where))
+                if known.mark != mark:
+                    self._items[name] = _Item(mark, where)
+                elif known.where != where:
+                    self._items[name] = _Item(mark, where, stays=True)
 
     def between_bodies(self) -> dict[str, Since]:
         """The inputs between two bodies, or as the last loop was left; by their names in a message."""
@@ -165,7 +197,12 @@ class SharedInputs:
         between, when_needed = inputs.held_between(), inputs.held_when_needed()
         # Not parts of objects: a package's may be set anew in each body, as an environment is that begins again.
         themselves = {place.text for place, _ in inputs.places.values()}
-        return {
+        stay = {
+            f"{name}, which a body has made once and {what} is computed from,": Since(_STAYS, mark)
+            for name, (mark, what) in inputs.held_items().items()
+            if (known := self._items.get(name)) and known.stays and known.mark == mark and _tells(mark)
+        }
+        moving = {
             # Of what is made when it is needed, ranks may have other sizes, as of a mask; those of one size are equal.
             f"{name}{size_of(mark) if name in when_needed else ''}, which {what} is computed from,": Since(
                 self._first[name], mark
@@ -173,3 +210,4 @@ class SharedInputs:
             for name, (mark, what) in {**between, **when_needed}.items()
             if name in themselves and name in self._first and name not in self._moved and mark.kind not in CACHES
         }
+        return moving | stay

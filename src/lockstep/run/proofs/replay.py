@@ -312,7 +312,7 @@ class Replays:
             if not (position.is_other_ranks or position.audited or self.of_effects):
                 self._inputs.read_loop(step)
                 play.after = self._inputs.held()
-                self._inputs.body_is_over(play.before, play.after)
+                self._inputs.body_is_over(play.before, play.after, (step, position.index))
             played = Played(step, position.index, position.of, play)
             if position.is_other_ranks:
                 self._other = played
