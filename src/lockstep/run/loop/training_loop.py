@@ -368,7 +368,7 @@ class TrainingLoop:
                     # The body runs again, only to see what it changes: a correct body is not examined.
                     before = look(script_roots(sys._getframe()))
                     yield from self._body(replace(position, last=False, check=StepCheck.REPLAY), data)
-                    raise error.naming(changed(before, look(script_roots(sys._getframe())))) from None
+                    raise error.naming(changed(before, look(script_roots(sys._getframe()))), before) from None
                 if train_step.audit.disputed:
                     yield from self._decide_dispute(loaders)
                 if step_is_done:

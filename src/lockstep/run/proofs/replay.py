@@ -85,6 +85,24 @@ class CheckSchedule:
         return CheckedSteps(first, self._every, self._replays, self._of_others, audits)
 
 
+_AT_STEP: Final = (
+    "change it where run.step(loss) returns True, from all micro-batches of the step (run.sum, run.gather), and give "
+    "it to run.keep(...)"
+)
+_EVERY_WAY: Final = (
+    "Count by run.progress.step, draw from the generators of torch, NumPy or Python, hold what a forward pass changes "
+    f"in a buffer of the model, carry it from step to step in run.carry, or {_AT_STEP}; what changes samples from step "
+    "to step belongs into the body"
+)
+#: What to do instead, by the `Mark.rank` of what the body has changed.
+_WAYS_OUT: Final = {
+    0: "Draw from the generators of torch, NumPy or Python, which Lockstep seeds for each micro-batch",
+    1: f"Count by run.progress.step, which is the same on any number of ranks, or {_AT_STEP}",
+    TENSOR_RANK: f"Hold the tensor in a buffer of the model, carry it from step to step in run.carry, or {_AT_STEP}",
+    3: f"Fill it for each micro-batch anew, or {_AT_STEP}",
+}
+
+
 class ReplayError(UsageError):
     """The error that a micro-batch had different values when it was computed again."""
 
@@ -109,11 +127,15 @@ class ReplayError(UsageError):
         """The same error, for a micro-batch that was computed again after ``bodies`` other bodies."""
         return ReplayError(self._difference, self._place, reads_world_size=self._reads_world_size, after=bodies)
 
-    def naming(self, names: Sequence[str]) -> UsageError:
-        """The same error, with the ``names`` of values that the body has changed, or in which the two ranks differ."""
-        return UsageError(self._text(names))
+    def naming(self, names: Sequence[str], marks: Mapping[str, Mark] | None = None) -> UsageError:
+        """The same error, with the ``names`` of values that the body has changed, or in which the two ranks differ.
 
-    def _text(self, names: Sequence[str]) -> str:
+        The ``marks`` of the values tell which way out fits the first one.
+        """
+        first = (marks or {}).get(names[0]) if names else None
+        return UsageError(self._text(names, _WAYS_OUT.get(-1 if first is None else first.rank, _EVERY_WAY)))
+
+    def _text(self, names: Sequence[str], way_out: str = _EVERY_WAY) -> str:
         often = f"again after {self._after} other bodies" if self._after else "twice"
         by = often if self._ranks is None else f"by rank {self._ranks[0]} and by rank {self._ranks[1]}"
         head = f"{self._place} was computed {by}, with the same parameters, buffers and random numbers"
@@ -149,11 +171,7 @@ class ReplayError(UsageError):
         culprits = f" The body changed {listed}." if listed else ""
         return (
             f"{head}, and {self._difference}: the loop's body depends on something that it changes itself, which "
-            f"other numbers of ranks and a resume would change differently.{culprits} Count by run.progress.step, "
-            "draw from the generators of torch, NumPy or Python, hold what a forward pass changes in a buffer of the "
-            "model, carry it from step to step in run.carry, or change it where run.step(loss) returns True, from "
-            "all micro-batches of the step (run.sum, run.gather), and give it to run.keep(...); what changes samples "
-            f"from step to step belongs into the body. {purpose}"
+            f"other numbers of ranks and a resume would change differently.{culprits} {way_out}. {purpose}"
         )
 
 
