@@ -101,9 +101,8 @@ class LeftScript:
         context = self._context
         if error is None or not (context.settings.replay and is_peer_failure(error)):
             return
-        with contextlib.suppress(
-            Exception
-        ):  # the objects of a script may be anything, and its error is the one to tell
+        # A script's objects may be anything, and the error that ends the run is the one to tell.
+        with contextlib.suppress(Exception):
             script = script_state(_outer_loop(sys._getframe(), context), context.state, context.inputs.calls)
             self.held = context.position.progress.step, {"conditions": self._conditions(), "script": script}
 

@@ -120,8 +120,9 @@ class EmergencyFiles:
         (self.own / "suspect").write_text(why)
 
     def note_script(self, step: int, rank: int, held: Mapping[str, object]) -> None:
-        """Note what the script of ``rank`` ``held`` in the step after ``step``."""
-        replace_text(self.own / f"{_SCRIPT}{step:08d}-{rank:04d}", json.dumps(held))
+        """Note what the script of ``rank`` ``held`` in the step after ``step``. Without room, nothing is noted."""
+        with contextlib.suppress(OSError):
+            replace_text(self.own / f"{_SCRIPT}{step:08d}-{rank:04d}", json.dumps(held))
 
     def note_why_not(self, rank: int, why_not: str) -> None:
         """Note the reason, for the user, why ``rank`` leaves no state. Without room for the file, nothing is noted."""
