@@ -138,7 +138,7 @@ class ResumeProof:
         self._own: dict[str, dict[str, Any]] | None = None  # record of this step, or of the first after a resume
         self._noted = False  # a difference was reported, so no second one needs to be
         self.left_script: Final = LeftScript(context, self._conditions)
-        self._is_left = False  # whether the expected values are those that a survivor has left
+        self._is_left = False  # whether the expected values are those that a survivor has left, in memory or saved
 
     def saved(self, step: int) -> None:
         """Record the next step, since the state after ``step`` is being saved. All ranks must call `saved`."""
@@ -158,8 +158,9 @@ class ResumeProof:
         if self._context.settings.replay:
             self._file, self._expected = self._checkpointer.next_step()
             if left is not None:
-                self._expected, self._is_left = {**left}, True
+                self._expected = {**left}
         if self._expected is not None:
+            self._is_left = "samples" not in self._expected
             self._listen()
 
     def samples(self, position: MicroBatchPosition, data: Data) -> None:
@@ -415,7 +416,7 @@ def _has_same_bits(before: StateTree, now: StateTree) -> bool:
 
 def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None:
     if "samples" not in before:
-        return None  # left by a survivor, whose step was not done
+        return None  # left by a survivor, whose step was not done, see `LeftScript`
     if len(before["samples"]) != len(now["samples"]):
         counts = f"had {len(before['samples'])} micro-batches, and has {len(now['samples'])} now"
         return _Difference(f"it {counts}", _OF_SAMPLES)

@@ -102,6 +102,8 @@ class TrainingStart:
         context, step, tree = self._context, self._position.progress.step, self._left_tree
         if left is not None and tree is not None:
             context.checkpointer.save(lambda: tree, step, left.about, again=False, protect=self._position.best.step)
+            if left.script is not None:
+                context.checkpointer.note_next_step(step, left.script)
 
         def leave() -> None:
             position, committed = self._position, context.checkpointer.committed_step
