@@ -181,7 +181,8 @@ class EvaluationLoop:
                 self._said_put_back = True
                 self._context.reporter.say(
                     f"run.evaluate(...): the model changes {', '.join(sorted(buffers.moved)[:3])} in evaluation, by "
-                    "whatever samples a rank has; put back after each micro-batch"
+                    "whatever samples a rank has; put back after each micro-batch. Statistics are estimated anew in a "
+                    "loop over the loader itself, as torch.optim.swa_utils.update_bn(loader, model) has it"
                 )
 
 
