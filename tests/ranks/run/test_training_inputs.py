@@ -1155,6 +1155,7 @@ NOT_PARTS = {
     "not told": ("seen += len(x)\nmeter.update(1)", "meter.update(seen)"),
     "best of passes": ("pass", "best = max(best, 1.0)\nprint(best)"),
     "of one micro-batch": ("print(x.mean(), y)", "pass"),
+    "made once of no micro-batch": ("if best == 0.0:\n    best = 3.5", "print(best)"),
 }
 
 

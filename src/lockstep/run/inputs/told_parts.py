@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from types import FrameType
 
-from lockstep.run.inputs.body_changes import is_of_all_ranks, meets
+from lockstep.run.inputs.body_changes import is_of_all_ranks, is_of_turn, meets
 from lockstep.run.inputs.input_follower import InputFollower
 from lockstep.run.inputs.training_inputs import given_by, unread
 from lockstep.run.source.line_calls import LineCalls
@@ -59,13 +59,16 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
             return (
                 f"{place.text}, which {what} is computed from, is made in line {line} of the last micro-batch of a step"
             )
+        made = changes.reads_at(place)
+        if changes.makes_when_needed(place) and not any(is_of_turn(one.context, one.reads) for one in made):
+            continue  # once, of what no body has from its micro-batch
         line = changes.line_of(place, always=True)
         starts = (f"{place.text}.", f"{place.text}[")
         if not line and not any(path == place.text or path.startswith(starts) for path in changed):
             continue
         owners = [place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1)]
         is_met = not met.isdisjoint(id(owner.value(None)) for owner in owners)
-        if not (is_met or any(is_of_all_ranks(one.context, one.reads) for one in changes.reads_at(place))):
+        if not (is_met or any(is_of_all_ranks(one.context, one.reads) for one in made)):
             where = f" in line {line}" if line else ""
             return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
     return ""
