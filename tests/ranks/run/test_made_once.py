@@ -31,7 +31,8 @@ def trained(how):
             model = run.model(nn.Linear(3, 2))
             run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             batches = run.loader((x, y, torch.arange(24)), global_batch=8, micro_batch=2)
-            anchors, masks, rows, work, outputs, balance = {}, {}, {}, {}, {}, Balance()
+            anchors, initial, masks, rows, work, outputs, balance = {}, {}, {}, {}, {}, {}, Balance()
+            stored = [None] * 24
             model.register_forward_hook(lambda module, inputs, output: outputs.update(last=output.detach()))
             for _ in run.epochs(3):
                 for part, labels, numbers in run.train(batches):
@@ -43,6 +44,11 @@ def trained(how):
                                 anchors[label] = row
                         if run.progress.step > 1e9:
                             loss = loss + sum(anchors[label].sum() for label in labels.tolist())
+                    if how == "by name":
+                        for name in ("task", "other"):
+                            initial.setdefault(name, loss.item())
+                            if run.progress.step > 1e9:
+                                loss = loss / initial[name]
                     if how == "list":
                         balanced = balance([loss, out.square().mean()])
                         loss = balanced if run.progress.step > 1e9 else loss
@@ -57,6 +63,11 @@ def trained(how):
                         loss = (
                             loss + (torch.stack([rows[number] for number in numbers.tolist()]) @ model.weight.T).mean()
                         )
+                    if how == "prepared list":
+                        for row, number in zip(part, numbers.tolist(), strict=True):
+                            if stored[number] is None:
+                                stored[number] = row.square()
+                        loss = loss + (torch.stack([stored[n] for n in numbers.tolist()]) @ model.weight.T).mean()
                     if how == "workspace":
                         if "part" not in work:
                             work["part"] = torch.empty(2, 3)
@@ -70,8 +81,8 @@ def trained(how):
         return str(error)
 
 
-OWN = {"by label": "anchors[", "list": "balance.first[0]"}
-EQUAL = ("mask", "samples", "workspace", "hook")
+OWN = {"by label": "anchors[", "by name": "initial['task']", "list": "balance.first[0]"}
+EQUAL = ("mask", "samples", "prepared list", "workspace", "hook")
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ _CONTAINERS: Final = (list, dict, set, deque, bytearray)
 _LOOKS_IN: Final = frozenset(
     {"copy", "count", "elements", "get", "index", "isdisjoint", "issubset", "issuperset", "items", "keys", "values"}
     | {"most_common", "total", "union", "intersection", "difference", "symmetric_difference", "clear", "decode"}
-    | {"move_to_end", "popitem"}  # of caches, which forget what is old
+    | {"move_to_end", "popitem", "setdefault"}  # of caches, which forget what is old
 )
 #: What sets all of a tensor anew, or nothing of its values.
 _SETS_ANEW: Final = {"zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_", "set_"}
@@ -65,6 +65,7 @@ class _Computed(NamedTuple):
     in_pass: bool  #: whether it is made while a pass goes on
     change: Change
     at_step: bool  #: whether it is made where `Run.step` says that a step is done
+    is_item: bool  #: whether it is an item under a computed key
 
 
 class BodyChanges:
@@ -86,12 +87,14 @@ class BodyChanges:
         if key in self._functions:
             return
         self._functions.add(key)
-        for change in (*context.reads.changes, *context.reads.items_set):
+        changes = ((each, False) for each in context.reads.changes)
+        items = ((each, True) for each in context.reads.items_set)
+        for change, is_item in (*changes, *items):
             if (place := context.place_of(change.path)) is not None and not context.is_dead(change.guards):
                 reads = (*change.value, *change.conditions)
                 in_pass = context.at_step or context.covers(change.line)
                 at_step = self._note_at_step(context, place, change)
-                made = _Computed(context, reads, in_pass, change, at_step)
+                made = _Computed(context, reads, in_pass, change, at_step, is_item)
                 self._reads.setdefault(place.slot, []).append(made)
                 if (whole := context.place_of(change.path.holder)) is not None and whole.slot != place.slot:
                     self._parts.setdefault(whole.slot, []).append(made)
@@ -160,8 +163,9 @@ class BodyChanges:
         return of_owners + self._parts.get(place.slot, [])
 
     def fills(self, place: Place) -> bool:
-        """Whether lines within a pass set a place, or items there."""
-        return any(one.in_pass for one in self.reads_at(place))
+        """Whether lines within a pass set a place, or items of a dict there: items of a list may be there already."""
+        is_dict = is_of(place.value(None), dict)
+        return any(one.in_pass and (is_dict or not one.is_item) for one in self.reads_at(place))
 
     def makes_anew(self, place: Place) -> bool:
         """Whether bodies set a place without regard to its earlier value: the place tells of the last body only."""

@@ -105,7 +105,7 @@ class TrainingInputs:
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
     def held_items(self) -> Held:
-        """Only the items of containers that bodies fill."""
+        """Only the items of dicts that bodies fill, and of containers that they make; see `BodyChanges.fills`."""
         keys = self.filled | self.of_bodies | self.when_needed
         places = [(place, what) for key, (place, what) in self.places.items() if key in keys]
         texts = {place.text for place, _ in places}

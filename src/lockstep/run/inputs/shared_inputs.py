@@ -60,7 +60,8 @@ _STAYS: Final = Mark(0, "", "made once")  # equal on all ranks: then the values 
 
 
 def _tells(mark: Mark) -> bool:
-    return mark.rank == 1 or tells_values(mark)
+    """Whether a mark tells a value that a body has made; None and flags may tell that a rank had no need of it yet."""
+    return (mark.rank == 1 and mark.kind not in ("NoneType", "bool")) or tells_values(mark)
 
 
 class _Function(NamedTuple):

@@ -423,7 +423,7 @@ def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
         if each.__module__ == "builtins" or (is_torchs and "__slots__" not in vars(each)):
             continue
         for name, item in vars(each).items():
-            if type(item) is MemberDescriptorType:  # of `__slots__`
+            if type(item) is MemberDescriptorType and not name.startswith("__"):  # of `__slots__`
                 with contextlib.suppress(AttributeError):  # not set
                     found[name] = item.__get__(value)
             elif not is_torchs and not name.startswith("__") and _is_variable(item):

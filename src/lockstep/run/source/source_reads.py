@@ -516,6 +516,8 @@ class _Reader:
                 self.reads.filled_from.setdefault(owner.root, []).extend(
                     self._guarded((*call.every, *self._conditions))
                 )
+            if node.func.attr == "setdefault":
+                self.reads.items_set.append(self._changed(owner, call.every, node.lineno))
             if node.func.attr in _GROWS:
                 self._change(owner, (owner, *call.every), node.lineno)
             elif node.func.attr == "clear":
