@@ -104,12 +104,10 @@ class TrainingInputs:
         themselves = {place.text for place, _ in places}
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
-    def held_items(self) -> Held:
-        """Only the items of dicts that bodies fill, and of containers that they make; see `BodyChanges.fills`."""
+    def items_of(self, found: Held) -> Held:
+        """Of what `held` has found, items of dicts that bodies fill, and of containers that bodies make."""
         keys = self.filled | self.of_bodies | self.when_needed
-        places = [(place, what) for key, (place, what) in self.places.items() if key in keys]
-        texts = {place.text for place, _ in places}
-        found = held(places, self.skip, STATELESS)
+        texts = {place.text for key, (place, _) in self.places.items() if key in keys}
         return {name: each for name, each in found.items() if (item := _ITEM.fullmatch(name)) and item[1] in texts}
 
     def held_when_needed(self) -> Held:

@@ -165,7 +165,7 @@ class SharedInputs:
         """Note inputs that differ between the two as set by a body, of the micro-batch at ``where`` (step, place)."""
         self._moved.update(name for name, (mark, _) in after.items() if name in before and before[name][0] != mark)
         if self._several and self._inputs is not None:
-            for name, (mark, _) in self._inputs.held_items().items():
+            for name, (mark, _) in self._inputs.items_of(after).items():
                 known = self._items.setdefault(name, _Item(mark, where))
                 if known.mark != mark:
                     self._items[name] = _Item(mark, where)
@@ -200,7 +200,7 @@ class SharedInputs:
         themselves = {place.text for place, _ in inputs.places.values()}
         stay = {
             f"{name}, which a body has made once and {what} is computed from,": Since(_STAYS, mark)
-            for name, (mark, what) in inputs.held_items().items()
+            for name, (mark, what) in (inputs.items_of(inputs.held()) if self._items else {}).items()
             if (known := self._items.get(name)) and known.stays and known.mark == mark and _tells(mark)
         }
         moving = {
