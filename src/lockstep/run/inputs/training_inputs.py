@@ -57,6 +57,7 @@ _PARTS: Final = {
     ("items",),
     ("__iter__",),  # as of `for group in optimizer.param_groups`, also before the loop has run
 }
+_HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
@@ -83,7 +84,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
             follower.enter(context)
             given = given_by(follower, context)
             if context.in_body and context.is_between:
-                what = f"what {context.code.co_name} hands on"
+                what = f"what {context.code.co_name} {_HANDS_ON}"
                 given.append(Given("step", what, "", tuple(context.reads.returned)))
             for each in given:
                 follower.take(context, each)
@@ -159,6 +160,8 @@ def require_no_ranks(inputs: TrainingInputs, say: Callable[[str], None]) -> None
         say(f"{inputs.failed}: what a body changes is found by its effect only")
     for use in inputs.ranks:
         given = use.given
+        if given.what.endswith(_HANDS_ON):
+            continue  # of a function in which the loop has not begun: its own result, such as a number of batches
         if use.on == LENGTH or (use.on != "run.rank" and given.kind in ("registered", "write", "step")):
             raise UsageError(
                 f"{given.where}: {given.what} is computed from {use.on}, so the result would depend on the number of "

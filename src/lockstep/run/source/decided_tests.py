@@ -10,9 +10,10 @@ import ast
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
+from lockstep.loop_variables import stored
 from lockstep.run.source.script_modules import file_of, script_modules
 from lockstep.run.source.source_paths import Path, all_of, path_of
 from lockstep.run.source.source_reads import nodes_of
@@ -61,28 +62,34 @@ def _changed_in_file(file: str) -> frozenset[str]:
     for (name, _), function in nodes_of(file).items():
         if isinstance(function, ast.Module | ast.Lambda) or name in ("__init__", "__post_init__", "__new__"):
             continue
-        for node in ast.walk(function):
-            found.update(_set_by(node))
+        nodes = list(ast.walk(function))
+        outer = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)} | stored([function])
+        for node in nodes:
+            found.update(_set_by(node, own - outer))
     return frozenset(found)
 
 
-def _set_by(node: ast.AST) -> Iterable[str]:
-    """The names that a node sets, as they stand in a `Path`; of a key that is computed, the name of its holder."""
+def _set_by(node: ast.AST, own: Collection[str]) -> Iterable[str]:
+    """The names that a node sets, as they stand in a `Path`; of a key that is computed, the name of its holder.
+
+    Not the function's ``own`` variables: another function's test asks for other ones.
+    """
     match node:
         case ast.Global(names=names) | ast.Nonlocal(names=names):
             return names
         case ast.Attribute(ctx=ast.Store()) | ast.Subscript(ctx=ast.Store()):
             path = path_of(node) or (path_of(node.value) if isinstance(node, ast.Subscript) else None)
-            return _last(path) if path is not None or isinstance(node, ast.Subscript) else (node.attr,)
+            return _last(path, own) if path is not None or isinstance(node, ast.Subscript) else (node.attr,)
         case ast.Call(func=ast.Attribute(value=holder, attr=method)) if method in _CHANGES_ITEMS:
-            return _last(path_of(holder))
+            return _last(path_of(holder), own)
         case ast.Call():
-            return _last(all_of(node))
+            return _last(all_of(node), own)
     return ()
 
 
-def _last(path: Path | None) -> tuple[str, ...]:
-    return () if path is None else (path.root, *path.attributes)[-1:]
+def _last(path: Path | None, own: Collection[str]) -> tuple[str, ...]:
+    return () if path is None or (not path.attributes and path.root in own) else (path.root, *path.attributes)[-1:]
 
 
 def value_of_test(test: ast.expr, value_of: Callable[[Path], object]) -> object:
