@@ -503,7 +503,7 @@ def unfreezes_on_one_between_passes():
         batches = run.loader((X, Y), shuffle=False, **SIZES)
         for epoch in run.epochs(2):
             if epoch == 1:
-                net.body.requires_grad_(getattr(run, "rank") == 1)  # noqa: B009 - where the source does not show it
+                net.body.requires_grad_(run.rank == 1)
             try:
                 for x, y in run.train(batches):
                     run.step(F.cross_entropy(model(x), y))

@@ -104,6 +104,15 @@ class TrainingInputs:
         themselves = {place.text for place, _ in places}
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
 
+    def themselves(self, found: Held) -> Held:
+        """Of what `held` has found, the places themselves.
+
+        Not parts of objects: a package's may be set anew in each body, as an environment is that begins again, and one
+        callback in a list decides nothing for another.
+        """
+        texts = {place.text for place, _ in self.places.values()}
+        return {name: each for name, each in found.items() if name in texts}
+
     def items_of(self, found: Held) -> Held:
         """Of what `held` has found, items of dicts that bodies fill, and of containers that bodies make."""
         keys = self.filled | self.of_bodies | self.when_needed

@@ -196,8 +196,6 @@ class SharedInputs:
         if not self._several:
             return {}
         between, when_needed = inputs.held_between(), inputs.held_when_needed()
-        # Not parts of objects: a package's may be set anew in each body, as an environment is that begins again.
-        themselves = {place.text for place, _ in inputs.places.values()}
         stay = {
             f"{name}, which a body has made once and {what} is computed from,": Since(_STAYS, mark)
             for name, (mark, what) in (inputs.items_of(inputs.held()) if self._items else {}).items()
@@ -208,7 +206,7 @@ class SharedInputs:
             f"{name}{size_of(mark) if name in when_needed else ''}, which {what} is computed from,": Since(
                 self._first[name], mark
             )
-            for name, (mark, what) in {**between, **when_needed}.items()
-            if name in themselves and name in self._first and name not in self._moved and mark.kind not in CACHES
+            for name, (mark, what) in inputs.themselves({**between, **when_needed}).items()
+            if name in self._first and name not in self._moved and mark.kind not in CACHES
         }
         return moving | stay

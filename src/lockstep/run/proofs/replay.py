@@ -132,8 +132,8 @@ class ReplayError(UsageError):
 
         The ``marks`` of the values tell which way out fits the first one.
         """
-        first = (marks or {}).get(names[0]) if names else None
-        return UsageError(self._text(names, _WAYS_OUT.get(-1 if first is None else first.rank, _EVERY_WAY)))
+        first = marks.get(names[0]) if marks and names else None
+        return UsageError(self._text(names, _EVERY_WAY if first is None else _WAYS_OUT[first.rank]))
 
     def _text(self, names: Sequence[str], way_out: str = _EVERY_WAY) -> str:
         often = f"again after {self._after} other bodies" if self._after else "twice"

@@ -36,10 +36,10 @@ from lockstep.collectives import TensorShard
 from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
-from lockstep.peer_failure import is_peer_failure
 from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, script_state
+from lockstep.run.recovery.survivor import leaves_state
 from lockstep.run.setup.identity import optimizers_of
 from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import ServerStrategy
@@ -81,7 +81,7 @@ _OF_BODY: Final = (
 
 
 class LeftScript:
-    """A context for the calls of a step in which the loss of a rank shows: notes what the script holds then.
+    """A context for the calls of a step that may end with a state being left: notes what the script holds then.
 
     Args:
         context: of the run.
@@ -99,7 +99,7 @@ class LeftScript:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         context = self._context
-        if error is None or not (context.settings.replay and is_peer_failure(error)):
+        if error is None or not (context.settings.replay and leaves_state(error)):
             return
         # A script's objects may be anything, and the error that ends the run is the one to tell.
         with contextlib.suppress(Exception):

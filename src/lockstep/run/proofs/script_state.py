@@ -58,9 +58,7 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     for name, value in roots.items():
         marks |= look({name: value}, skip=skip, depth=_DEPTH, limit=min(_MOST_OF_ONE, _MOST_PLAIN - len(marks)))
     read = training_inputs(frame, state, calls)
-    # Not parts of objects, such as other callbacks in the list of that which decides.
-    themselves = {place.text for place, _ in read.places.values()}
-    inputs = {name: each for name, each in read.held_between().items() if name in themselves}
+    inputs = read.themselves(read.held_between())
     return {
         "variables": sorted(roots),
         "inputs": {

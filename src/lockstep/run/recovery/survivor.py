@@ -46,6 +46,12 @@ from lockstep.world import World
 #: Errors that may end all ranks at once, each of which still holds the last finished step.
 _SPARE_THE_STATE: Final = (DifferentCalls, NonFiniteError)
 
+
+def leaves_state(error: BaseException) -> bool:
+    """Whether a rank that ``error`` ends still holds the last finished step."""
+    return is_peer_failure(error) or isinstance(error, _SPARE_THE_STATE)
+
+
 Own = Callable[[StatePart], StateTree]
 """Gives this rank's part of the state."""
 About = Callable[[], StateTree]
@@ -291,7 +297,7 @@ class EmergencyMemory(Emergency):
                 self._copied.take_in()
             if isinstance(error, MismatchError) and not isinstance(error, DifferentCalls):
                 self._files.suspect(str(error))
-            elif self.part is not None and (is_peer_failure(error) or isinstance(error, _SPARE_THE_STATE)):
+            elif self.part is not None and leaves_state(error):
                 if script is not None:
                     self._files.note_script(script[0], self._group.rank, script[1])
                 if (flat := point.take()) is None:

@@ -19,7 +19,7 @@ from lockstep.data import SeenSamples
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural, without_secrets
 from lockstep.run.setup.kernels import fp32_precision, number_formats
-from lockstep.run.source.script_modules import file_of, script_modules
+from lockstep.run.source.script_modules import file_of, script_files
 from lockstep.seeding import drawn_states
 from lockstep.settings import Settings
 
@@ -156,8 +156,8 @@ def code_of_user(modules: Mapping[str, ModuleType] | None = None) -> dict[str, s
     Installed modules and modules without a file, such as a notebook, are left out. Takes about 0.1 ms per module.
     """
     found = {}
-    for name, module in (script_modules() if modules is None else modules).items():
-        file = file_of(module)
+    files = script_files() if modules is None else {name: file_of(module) for name, module in modules.items()}
+    for name, file in files.items():
         if not file.endswith(".py"):
             continue
         try:

@@ -14,24 +14,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 from lockstep.loop_variables import stored
-from lockstep.run.source.script_modules import file_of, script_modules
+from lockstep.run.source.script_modules import script_files
 from lockstep.run.source.source_paths import Path, all_of, path_of
-from lockstep.run.source.source_reads import nodes_of
+from lockstep.run.source.source_reads import GROWS, TAKES_AWAY, nodes_of
 
 UNKNOWN: Final = object()
 #: Methods that set items of a dict, a list or a set.
-_CHANGES_ITEMS: Final = {
-    "update",
-    "setdefault",
-    "pop",
-    "popitem",
-    "clear",
-    "append",
-    "extend",
-    "insert",
-    "add",
-    "remove",
-}
+_CHANGES_ITEMS: Final = {*GROWS, *TAKES_AWAY, "add", "remove", "setdefault", "update"}
 _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -48,7 +37,7 @@ _COMPARES: Final[dict[type[ast.cmpop], Callable[[Any, Any], bool]]] = {
 
 def changed_names() -> frozenset[str]:
     """The variables, attributes and keys that functions of the script's files set, but for those of constructors."""
-    return _changed_in(frozenset(map(file_of, script_modules().values())))
+    return _changed_in(frozenset(script_files().values()))
 
 
 @functools.lru_cache(maxsize=8)

@@ -156,10 +156,9 @@ def ran_by(context: Context, lines: Lines) -> list[Callee]:
 
 def _named_by(context: Context, call: Call) -> list[Callee]:
     """The functions of the script that ``call`` names, found once for each function that is followed."""
-    known = context.callees.get(id(call))
-    if known is None or known[0] is not call:
-        known = context.callees[id(call)] = call, _find_named(context, call)
-    return known[1]
+    if id(call) not in context.callees:
+        context.callees[id(call)] = call, _find_named(context, call)
+    return context.callees[id(call)][1]
 
 
 def _find_named(context: Context, call: Call) -> list[Callee]:

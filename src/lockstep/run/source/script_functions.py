@@ -78,7 +78,7 @@ class Context:
     caller: Context | None = None  #: the function that calls this one
     conditions: tuple[Read, ...] = ()  #: under which it does, in that function
     called_sometimes: bool = False  #: not whenever that function runs, or the one that calls that
-    callees: dict[int, tuple[Call, list[Callee]]] = field(default_factory=dict)  #: by the `id` of a call here
+    callees: dict[int, tuple[Call, list[Callee]]] = field(default_factory=dict)  #: by the `id` of a call, which is kept
 
     @functools.cached_property
     def held(self) -> dict[str, object]:

@@ -26,10 +26,10 @@ def file_of(module: object) -> str:
     return file if type(file) is str and is_script(file) else ""
 
 
-def script_modules() -> dict[str, Any]:
-    """The modules of the script that are loaded, by name."""
-    loaded = sys.modules
-    return {name: loaded[name] for name in loaded.keys() - _OF_OTHERS if name in loaded and file_of(loaded[name])}
+def script_files() -> dict[str, str]:
+    """The files of the script's modules that are loaded, by the names of the modules."""
+    names = [name for name in sys.modules.keys() - _OF_OTHERS if name in sys.modules]
+    return {name: file for name in names if (file := file_of(sys.modules[name]))}
 
 
 #: Computed once, in the process from which ranks are forked: two thousand modules take some milliseconds. ``__main__``

@@ -35,9 +35,9 @@ from lockstep.run.source.source_paths import (
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls
-_GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
-_GIVES_NOTHING: Final = {*_GROWS, "clear", "__setitem__"}  # these return None
-_TAKES_AWAY: Final = {"clear", "pop", "popitem", "popleft", "reverse", "sort"}  #: also without arguments
+GROWS: Final = {"append", "appendleft", "extend", "insert"}  # methods of lists and deques
+_GIVES_NOTHING: Final = {*GROWS, "clear", "__setitem__"}  # these return None
+TAKES_AWAY: Final = {"clear", "pop", "popitem", "popleft", "reverse", "sort"}  #: also without arguments
 _EXITS: Final = (ast.Break, ast.Continue, ast.Return)
 
 
@@ -512,13 +512,13 @@ class _Reader:
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
         if owner is not None and isinstance(node.func, ast.Attribute):
-            if not owner.attributes and (call.arguments or call.keywords or node.func.attr in _TAKES_AWAY):
+            if not owner.attributes and (call.arguments or call.keywords or node.func.attr in TAKES_AWAY):
                 self.reads.filled_from.setdefault(owner.root, []).extend(
                     self._guarded((*call.every, *self._conditions))
                 )
             if node.func.attr == "setdefault":
                 self.reads.items_set.append(self._changed(owner, call.every, node.lineno))
-            if node.func.attr in _GROWS:
+            if node.func.attr in GROWS:
                 self._change(owner, (owner, *call.every), node.lineno)
             elif node.func.attr == "clear":
                 self._change(owner, (), node.lineno)
