@@ -210,7 +210,7 @@ class Run:
         snapshot = RunSnapshot(context)
         part = context.emergency.part if context.emergency.notes else None
         leaves = None if part is None else partial(snapshot.take_shared, part)
-        point = ResumePoint(leaves, PointMarks(context.state))
+        point = ResumePoint(leaves, PointMarks(context.state), context.state.optimizers)
         proof = ResumeProof(context)
         written = None if context.transcript is None else TranscriptWriter(context, context.transcript, snapshot)
         self._train_step: Final = TrainStep(context, finite, point, written)

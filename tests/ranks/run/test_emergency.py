@@ -349,11 +349,32 @@ def test_what_a_script_changes_before_a_step_is_seen_at_a_glance():
             model.bias.add_(1.0)
 
     marks = PointMarks(state)
+    options = state.optimizers[0].param_groups[0]
+    options["lr"] = torch.tensor(0.5)
     for change in (lower, set_best, average_weights, scale, lambda: worst["a"].append(1), replace_weights):
         before = marks()
         assert marks(afresh=True) == before
         change()
         assert marks(afresh=True) != before
+
+
+def test_options_are_given_as_they_were_at_the_point():
+    """What the body sets before its step, it sets again after a resume."""
+    optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.5)
+    (group,) = optimizer.param_groups
+    point = ResumePoint(lambda: {"lr": group["lr"], "betas": group["betas"], "names": sorted(group)}, optimizers=[optimizer])
+    point.reach()
+    flat = point.take()
+    at_point = flat.tree(flat.tensors)
+    group["lr"], group["betas"], group["warm"] = 0.25, (0.5, 0.9), True
+    for _ in range(2):
+        flat = point.take()
+        assert flat.tree(flat.tensors) == at_point
+        assert (group["lr"], group["betas"], group["warm"]) == (0.25, (0.5, 0.9), True), "the script goes on with its own"
+        point.note()
+    point.reach()
+    flat = point.take()
+    assert flat.tree(flat.tensors)["lr"] == 0.25
 
 
 class Counts:
@@ -772,16 +793,17 @@ def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(
 
 @pytest.mark.long
 def test_a_script_that_breaks_off_and_changes_its_rate_before_a_step_gets_the_bits_of_one_that_was_left_alone(tmp_path):
-    """A rate that was lowered before the step in work would be lowered once more: that state is not left."""
+    """A rate that was lowered before the step in work is left as it was before, since the body lowers it once more."""
     plan = [
         ([0], 5, "before it logs", 5),
         ([1], 7, "a forward pass", 0),
         ([1], 9, "a forward pass", 9),
+        ([1], 10, "before it logs", 10),
         ([0], 17, "a forward pass", 17),  # in a pass without a break, whose means have what came after `run.step`, too
     ]
     cases = {"calm": ("irregular", 2, [], None), "killed": ("irregular", 2, kills(plan), None)}
     states, said = launched(tmp_path, cases)
-    assert went_on_at(tmp_path / "killed") == ([5, 9, 17], []), said
+    assert went_on_at(tmp_path / "killed") == ([5, 7, 9, 10, 17], []), said
     assert states["killed"] == states["calm"], said
     assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "calm")
 

@@ -50,7 +50,7 @@ class LoopChecks:
         # Values at the body's beginning, to be compared at its end: marks of kept objects, checksums of parameters.
         self._kept_marks: dict[str, Any] | None = None
         self._checksums_before: dict[nn.Parameter, int] | None = None
-        self._at_point: tuple[list[Any], dict[str, Any]] | None = None  # options, and marks of the kept objects
+        self._at_point: dict[str, Any] = {}  # marks of kept objects
         self._buffer_versions: list[int] = []
         self.run_steps = True  #: whether an optimizer may step now: outside of the loop, and where the run does it
         self._hooks: Final = (
@@ -96,21 +96,18 @@ class LoopChecks:
                 self._state.attributes.begin_body()
 
     def note_point(self) -> None:
-        """Note the state at a step's end, to find changes by the script until the next update."""
-        self._at_point = self._options_now(), {name: _mark(value) for name, value in self._state.kept.items()}
+        """Note kept objects at a step's end, to find changes by the script until the next update."""
+        self._at_point = {name: _mark(value) for name, value in self._state.kept.items()}
 
     def changed_since_point(self) -> str | None:
-        """The first change by the script or its data set since `note_point`; None: no change. To be asked once."""
-        noted, self._at_point = self._at_point, None
-        if noted is None:
-            return None
-        options, marks = noted
-        changed = [f"keep({name}=...)" for name, mark in marks.items() if _mark(self._state.kept[name]) != mark]
-        return changed[0] if changed else "an option of an optimizer" if self._options_now() != options else None
+        """The first kept object that was changed since `note_point`; None: no change. To be asked once."""
+        noted, self._at_point = self._at_point, {}
+        changed = (f"keep({name}=...)" for name, mark in noted.items() if _mark(self._state.kept[name]) != mark)
+        return next(changed, None)
 
     def forget_point(self) -> None:
         """The loop is left: the script may change anything now."""
-        self._at_point = None
+        self._at_point = {}
 
     def end_step(self, strategy: Strategy) -> None:
         """End the comparison of bodies after the optimizers' steps: the rest of the body may change kept objects.

@@ -10,7 +10,7 @@ resumed script repeats the turn, and cannot be brought to a place behind a break
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
@@ -65,7 +65,7 @@ class EndOfStep:
         self._idle_devices: Final = open_idle_devices(context)
         self._save_stop: Final = context.save_stop
         self._turns = 0  # of the outer loop, in this process
-        self._rows_of_turn: list[LoggedRow] = []  # logged in the last ended turn of the outer loop
+        self._rows: Sequence[LoggedRow] = ()  # logged before the resume point, maybe not by a leader that died
         self._save_again = False  # whether the state has changed since the last step was saved
         self.error: LockstepError | None = None  #: from where a loop was left by `break`, raised at the step's end
         self.steps = 0  #: done by this process
@@ -93,10 +93,10 @@ class EndOfStep:
         step_end = self._position.step_end
         return step_end.is_to_come or (step_end.is_left and not isinstance(self._context.strategy, ServerStrategy))
 
-    def finish(self) -> None:
+    def finish(self, rows: Sequence[LoggedRow] = ()) -> None:
         """End the last step, now that the body in which the step was done is over. Collective.
 
-        To be called where a resume can go on.
+        To be called where a resume can go on. ``rows`` have been logged since the step, by a script that goes on.
         """
         self._raise_error()
         before, step = self._position.step_end, self._position.progress.step
@@ -110,6 +110,7 @@ class EndOfStep:
         self._context.metrics.step_is_done()  # for values measured in the rest of the body
         self._context.emergency.note_late(step)
         self._log.forget_rows()
+        self._rows = rows
         self.point.reach()
         if self._mirrors:
             buffers = (buffer for _, buffer in self._context.state.buffers)
@@ -136,12 +137,12 @@ class EndOfStep:
         # A step that was left by `break` ends here, which forgets the rows logged since: these rows belong to the turn.
         step = self._position.progress.step if self._position.step_end.is_to_come else None
         before = [row for row in self._log.rows if row[0] == step]
-        self.finish()
-        self._rows_of_turn = [*before, *self._log.rows]
+        self.finish(before)
         if self._turns < _COMPARED_TURNS or self._is_check_due:
             self._log.compare_given()
         self._turns += 1
         self.point.begin_turn()
+        self._rows = [*before, *self._log.rows]
         self._say_missing_best(None)
 
     def begin_next(self, *, begins_pass: bool = False) -> None:
@@ -275,7 +276,7 @@ class EndOfStep:
             "rank": group.rank,
             "ranks": group.size,
             "identity": self._whole_identity(),
-            "rows": self._rows_of_turn if self.point.is_turn else [],
+            "rows": list(self._rows),
         }
 
     def _whole_identity(self) -> StateTree:
