@@ -362,7 +362,9 @@ def test_options_are_given_as_they_were_at_the_point():
     """What the body sets before its step, it sets again after a resume."""
     optimizer = torch.optim.Adam(torch.nn.Linear(2, 2).parameters(), lr=0.5)
     (group,) = optimizer.param_groups
-    point = ResumePoint(lambda: {"lr": group["lr"], "betas": group["betas"], "names": sorted(group)}, optimizers=[optimizer])
+    point = ResumePoint(
+        lambda: {"lr": group["lr"], "betas": group["betas"], "names": sorted(group)}, optimizers=[optimizer]
+    )
     point.reach()
     flat = point.take()
     at_point = flat.tree(flat.tensors)
@@ -370,7 +372,9 @@ def test_options_are_given_as_they_were_at_the_point():
     for _ in range(2):
         flat = point.take()
         assert flat.tree(flat.tensors) == at_point
-        assert (group["lr"], group["betas"], group["warm"]) == (0.25, (0.5, 0.9), True), "the script goes on with its own"
+        assert (group["lr"], group["betas"], group["warm"]) == (0.25, (0.5, 0.9), True), (
+            "the script goes on with its own"
+        )
         point.note()
     point.reach()
     flat = point.take()

@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TextIO, TypeVar
 
@@ -24,8 +25,10 @@ T = TypeVar("T")
 
 #: How long the loop waits for a file. A node counts as lost after some seconds, so several such waits must be possible.
 _PATIENCE_S = 0.5
-#: How long files may take that are needed before a run begins, and when it is said that they are waited for.
-_START_S, _SILENT_S = 60.0, 2.0
+#: How long files may take that are needed before a run begins.
+_START_S = 60.0
+#: When the user is told of a file that does not answer: a busy disk answers before.
+_SILENT_S = 2.0
 #: When a file that did not answer is asked again; then after twice the time, and so on.
 _AGAIN_S = (5.0, 120.0)
 #: Threads that wait for files which do not answer; more are not started.
@@ -180,6 +183,7 @@ class FileThread:
         """
         now_s = time.monotonic()
         stuck = self._stuck.get(of)
+        self._tell_stuck(now_s)
         self._stuck_tasks = [task for task in self._stuck_tasks if not task.wait(0.0)]
         waits = stuck is not None and now_s < stuck.again_s and not stuck.task.wait(0.0)
         if (waits and not urgent) or len(self._stuck_tasks) >= _MOST_STUCK:
@@ -188,7 +192,7 @@ class FileThread:
         if not task.wait(self._patience_s if within_s is None else within_s):
             self._give_up(of, task)
             return otherwise
-        if self._stuck.pop(of, None) is not None:
+        if (answers := self._stuck.pop(of, None)) is not None and answers.told:
             self._say(f"{self._shown(of)} answers again")
         try:
             return task.result()
@@ -201,14 +205,23 @@ class FileThread:
         self._thread.close(self._patience_s)
 
     def _give_up(self, of: Path, task: Task[Any]) -> None:
-        before = self._stuck.get(of)
-        pause_s = _AGAIN_S[0] if before is None else min(2 * before.pause_s, _AGAIN_S[1])
-        self._stuck[of] = _Stuck(task, pause_s, time.monotonic() + pause_s)
+        before, now_s = self._stuck.get(of), time.monotonic()
+        if before is None:
+            self._stuck[of] = _Stuck(task, _AGAIN_S[0], now_s + _AGAIN_S[0], told_s=now_s + _SILENT_S)
+        else:
+            before.task, before.pause_s = task, min(2 * before.pause_s, _AGAIN_S[1])
+            before.again_s = now_s + before.pause_s
         self._stuck_tasks.append(task)
         self._thread.close()
         self._thread = TaskThread("lockstep files")
-        if before is None:
-            self._say(f"note: {self._shown(of)} does not answer: is its file system there? The run goes on without it")
+
+    def _tell_stuck(self, now_s: float) -> None:
+        for path, stuck in self._stuck.items():
+            if not stuck.told and now_s >= stuck.told_s and not stuck.task.wait(0.0):
+                stuck.told = True
+                self._say(
+                    f"note: {self._shown(path)} does not answer: is its file system there? The run goes on without it"
+                )
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
@@ -216,11 +229,15 @@ class FileThread:
             self._say(text)
 
 
+@dataclass
 class _Stuck:
     """A file that did not answer."""
 
-    def __init__(self, task: Task[object], pause_s: float, again_s: float) -> None:
-        self.task, self.pause_s, self.again_s = task, pause_s, again_s
+    task: Task[object]
+    pause_s: float
+    again_s: float  #: when the file is asked again
+    told_s: float  #: when the user is told, unless the file has answered
+    told: bool = False
 
 
 class ScreenThread:

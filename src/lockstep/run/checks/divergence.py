@@ -112,9 +112,10 @@ class DivergenceCheck:
         others = len(differ) - 1
         more = f", and {others} more tensor{'s differ' if others > 1 else ' differs'}" if others else ""
         when = f"before the update of step {step + 1}" if in_step else f"after step {step}"
+        were_equal = f"; they were equal after step {self._equal_at}" if in_step or self._equal_at < step else ""
         raise MismatchError(
-            f"ranks hold different values {when}: {first} on {format_ranks(ranks)}{more}; they were equal "
-            f"after step {self._equal_at}. Something changes them differently on each rank, such as random numbers, "
+            f"ranks hold different values {when}: {first} on {format_ranks(ranks)}{more}{were_equal}. "
+            "Something changes them differently on each rank, such as random numbers, "
             "the clock, run.rank, loading a file on one rank, a value made from the samples that this rank has seen "
             "(bring those of all ranks together by run.sum or run.gather), or an optimizer of your own (under zero one "
             "that writes parameters outside of its step); nothing of it was saved"

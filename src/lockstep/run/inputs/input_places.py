@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
@@ -95,6 +95,15 @@ class TrainingInputs:
         others = self.anew | self.when_needed
         between = (place for key, place in self.places.items() if key not in others)
         return held(between, self.skip, STATELESS)
+
+    def may_change(self, names: Collection[str]) -> list[tuple[Place, str]]:
+        """The places that steps may change: variables, and attributes and keys of these ``names``."""
+        others = self.anew | self.when_needed
+        return [
+            (place, what)
+            for key, (place, what) in self.places.items()
+            if key not in others and (not place.attributes or place.attributes[-1] in names)
+        ]
 
     def held_of_bodies(self) -> Held:
         """Only places that nothing but a body changes, and their items; not attributes, of which less is known."""

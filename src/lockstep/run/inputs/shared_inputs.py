@@ -4,12 +4,16 @@
     if run.leads: smooth = 0.0                    on one rank only
 
 The script is read once for each loop (`training_inputs`). Ranks compare, with what a checkpoint would
-hold, what was the same on all of them when it was seen first, and what no body sets by itself.
+hold, what was the same on all of them when it was seen first, and what no body sets by itself. Of numbers and texts
+they compare all values since the last comparison, for ranks that decide by themselves may agree again:
+
+    if run.step(loss) and loss.item() < 0.3: smooth = 0.1        after step 7 on rank 0, after step 9 on rank 1
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType
 from typing import Final, NamedTuple
@@ -18,6 +22,7 @@ from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.run.inputs.input_places import TrainingInputs
 from lockstep.run.inputs.told_parts import part_told
 from lockstep.run.inputs.training_inputs import training_inputs
+from lockstep.run.source.decided_tests import changed_names
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import (
     CACHES,
@@ -29,7 +34,7 @@ from lockstep.run.source.reachable import (
     size_of,
     tells_values,
 )
-from lockstep.run.source.script_places import Held, changed_since
+from lockstep.run.source.script_places import Held, Place, changed_since, values_at
 from lockstep.run.state.registered import State
 
 #: Loops that are read in any case; of later ones, one in so many steps.
@@ -56,6 +61,7 @@ class _Item(NamedTuple):
     stays: bool = False  #: whether another body has left the item as it was
 
 
+_NUMBERS_AND_TEXTS: Final = {int, float, bool, str, type(None)}
 _STAYS: Final = Mark(0, "", "made once")  # equal on all ranks: then the values there must be
 
 
@@ -97,6 +103,9 @@ class SharedInputs:
         self._first: Final[dict[str, Mark]] = {}
         self._moved: Final[set[str]] = set()  # by bodies
         self._items: Final[dict[str, _Item]] = {}  # of containers that bodies fill
+        self._watched: list[tuple[Place, str]] = []  # numbers and texts that steps may change
+        self._newest: Final[dict[str, object]] = {}  # of these, after the last step
+        self._histories: Final[dict[str, tuple[str, int]]] = {}  # what is computed, and a checksum of all changes
         self._began: Held = {}  # what bodies may change, when the loop was read
         self._left: dict[str, Since] = {}  # as the last loop was left
         self.calls: Final = LineCalls()  #: what the lines of bodies were seen to run
@@ -123,6 +132,8 @@ class SharedInputs:
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
+            if self._several:
+                self._watch(self._inputs)
 
     def body_begins(self, frame: FrameType) -> None:
         """Look at what the script holds before a body, unless that is done for the loop around ``frame``."""
@@ -172,6 +183,15 @@ class SharedInputs:
                 elif known.where != where:
                     self._items[name] = _Item(mark, where, stays=True)
 
+    def step_is_over(self, step: int) -> None:
+        """Note numbers and texts among the inputs that have changed since the last step. Takes some microseconds."""
+        for place, what, value in values_at(self._watched):
+            name = place.text
+            if type(value) in _NUMBERS_AND_TEXTS and value != self._newest.setdefault(name, value):
+                self._newest[name] = value
+                before = self._histories[name][1] if name in self._histories else 0
+                self._histories[name] = what, zlib.crc32(repr((step, value)).encode(), before)
+
     def between_bodies(self) -> dict[str, Since]:
         """The inputs between two bodies, or as the last loop was left; by their names in a message."""
         return self._left if self._inputs is None else self._since(self._inputs)
@@ -183,7 +203,7 @@ class SharedInputs:
             functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}
             codes = tuple(frame.f_code for frame in self._frames)
             self._known[codes] = self._inputs.rebound(lambda owner: functions.get(id(owner), owner))
-        self._inputs, self._frames, self._began, self._before_body = None, [], {}, None
+        self._inputs, self._frames, self._watched, self._began, self._before_body = None, [], [], {}, None
         self.calls.forget()
 
     def _note_first(self, inputs: TrainingInputs) -> None:
@@ -191,6 +211,14 @@ class SharedInputs:
             return
         for name, (mark, _) in (*inputs.held_between().items(), *inputs.held_when_needed().items()):
             self._first.setdefault(name, mark)
+
+    def _watch(self, inputs: TrainingInputs) -> None:
+        self._watched = [
+            (place, what)
+            for place, what, value in values_at(inputs.may_change(changed_names()))
+            if type(value) in _NUMBERS_AND_TEXTS
+        ]
+        self._newest.update((place.text, value) for place, _, value in values_at(self._watched))
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         if not self._several:
@@ -209,4 +237,9 @@ class SharedInputs:
             for name, (mark, what) in inputs.themselves({**between, **when_needed}).items()
             if name in self._first and name not in self._moved and mark.kind not in CACHES
         }
-        return moving | stay
+        were = {
+            f"{name}, which {what} is computed from, in earlier steps": Since(_STAYS, Mark(1, "", history))
+            for name, (what, history) in self._histories.items()
+            if name in self._first and name not in self._moved
+        }
+        return moving | stay | were

@@ -109,6 +109,7 @@ class EndOfStep:
             self._finite.step_ended()
         self._context.metrics.step_is_done()  # for values measured in the rest of the body
         self._context.emergency.note_late(step)
+        self._context.inputs.step_is_over(step)
         self._log.forget_rows()
         self._rows = rows
         self.point.reach()

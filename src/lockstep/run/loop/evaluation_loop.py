@@ -53,6 +53,9 @@ class EvaluationLoop:
         self._position: Final = context.position
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
+        self._called: Final[
+            dict[str, torch.Tensor]
+        ] = {}  # checksums of other modules' tensors, see `BesideModules.noting`
         self._said_put_back = False  # of buffers that moved in an evaluation
         self._read: Final[set[tuple[CodeType, ...]]] = set()  # the running functions of each loop whose source was read
 
@@ -81,6 +84,7 @@ class EvaluationLoop:
                 raise
         if self._context.directory and not waits:
             self._end_of_step.carry_out(self._save_stop.after_evaluation())
+        self._snapshot.compare_called(self._called)
         self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep_after=-1)
         if in_body:
             self._position.evaluations_done = self._position.evaluations
@@ -136,6 +140,7 @@ class EvaluationLoop:
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
+        self._called.clear()
         with context.strategy.evaluating(), self._buffers() as buffers:
             for number, (at, data) in enumerate(self._loaders.evaluation(loader)):
                 if number == 0:
@@ -144,9 +149,11 @@ class EvaluationLoop:
                 seed_generators(seed_of(*seed_key, at.step, at.index))
                 context.marker.set_phase("evaluate")
                 self._train_step.say_put_back(context.kernels.pin_threads())
-                if number == 0 and context.settings.replay:
+                looks = number == 0 and context.settings.replay
+                if looks:
                     context.inputs.body_begins(sys._getframe())
-                with torch.no_grad(), context.precision.forward():
+                noting = self._state.beside.noting(self._called) if looks else contextlib.nullcontext()
+                with torch.no_grad(), context.precision.forward(), noting:
                     yield data
                 context.inputs.body_ended(sys._getframe())
                 context.kernels.require_threads("the body of an evaluation")

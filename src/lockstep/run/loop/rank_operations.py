@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final, TypeVar, cast
@@ -18,6 +19,8 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.errors import LockstepError, UsageError
 from lockstep.heartbeat import find_user_frame
+from lockstep.nested import leaves
+from lockstep.run.checks.divergence import checksums
 from lockstep.run.metrics.metric_means import PassMetrics
 from lockstep.world import World
 
@@ -50,7 +53,7 @@ class RankOperations:
         self._serving: Final = serving
         self._agree: Final = before
         self._warn: Final = warn
-        self._told: Final[set[str]] = set()  # where sums of numbers that are not whole were told
+        self._told: Final[set[str]] = set()  # where sums of numbers that are not whole, or broadcasts, were looked at
         self._world: Final = world
         self._metrics: Final = metrics
         self._leader_firsts = 0
@@ -79,9 +82,16 @@ class RankOperations:
         return [value for value, _ in gathered]
 
     def broadcast(self, value: T) -> T:
-        """The leader's value, on all ranks; any picklable object. Collective."""
+        """The leader's value, on all ranks; any picklable object. Collective.
+
+        The first time at each line, ranks that give other numbers or tensors than the leader are told.
+        """
         self._before("broadcast")
-        return self._group.broadcast_object(value, f"broadcast at {_caller()}")
+        what = f"broadcast at {_caller()}"
+        if self._group.size > 1 and what not in self._told:
+            self._told.add(what)
+            self._tell_other_numbers(self._group.gather_objects(_numbers_in(value), what), what)
+        return self._group.broadcast_object(value, what)
 
     def barrier(self) -> None:
         """Wait until every rank has called `barrier`. Collective."""
@@ -119,6 +129,17 @@ class RankOperations:
             )
         self._agree()
 
+    def _tell_other_numbers(self, by_rank: Sequence[tuple[int, str] | None], what: str) -> None:
+        first = by_rank[0]
+        other = next((rank for rank, own in enumerate(by_rank) if own is not None and own != first), None)
+        if self._group.leads and first is not None and other is not None:
+            self._warn(
+                f"run.{what}: rank 0 gives {first[1]}, and rank {other} another one. A value that rank 0 has from its "
+                "own micro-batches depends on the number of ranks, and so does a training that computes with it: bring "
+                "the parts of all ranks together by run.sum(...) or run.gather(...). A value that rank 0 alone knows "
+                "is given as run.broadcast(value if run.leads else None)"
+            )
+
     def _reduce(self, value: T, what: str) -> T:
         total = self._sum(value, what)
         # Once told, not looked at again: to look at a sum on a GPU is to wait for it.
@@ -145,6 +166,21 @@ class RankOperations:
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biu" and value.itemsize < 8:
             value = cast(T, value.astype(np.int64))
         return cast(T, sum(self._group.gather_objects(value, what)))
+
+
+def _numbers_in(value: object) -> tuple[int, str] | None:
+    """A checksum of the floating-point numbers and tensors in ``value``, and the first in words; None for no such."""
+    given = [each for _, each in leaves(value) if _is_comparable(each)]
+    if not given:
+        return None
+    sums = checksums([torch.as_tensor(each) for each in given])
+    return zlib.crc32(repr(sums).encode()), f"{given[0]:.6g}" if isinstance(given[0], float) else "an array of numbers"
+
+
+def _is_comparable(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not hasattr(value, "to_local")
+    return isinstance(value, float) or (isinstance(value, np.ndarray) and value.dtype.kind in "biufc")
 
 
 def _is_fractional(total: object) -> bool:

@@ -7,9 +7,9 @@
     step 42   ... its body ends                held: step 42
 
 Within the loop no copy of tensors is made, since state changes only in the update. A script that changes state before
-its step, such as a learning rate at step 3000, repeats the change after a resume. Options of optimizers are noted in each
-step, and given as they were at the point. Of other state cheap marks are taken in each step (`PointMarks`), the content
-of a checkpoint is compared now and then (`LoopChecks`), and a state that has changed is not given.
+its step, such as a learning rate at step 3000, repeats the change after a resume. Options of optimizers are noted in
+each step, and given as they were at the point. Of other state cheap marks are taken in each step (`PointMarks`), the
+content of a checkpoint is compared now and then (`LoopChecks`), and a state that has changed is not given.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import functools
 import operator
 import os
 from collections import deque, namedtuple
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import CellType, FrameType, MemberDescriptorType
 from typing import Any, Final, NamedTuple
 
@@ -64,15 +64,21 @@ Held = Mapping[str, tuple[Mark, str]]
 def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...]) -> Held:
     """The values now at ``places``, each with the text of what is computed from the place. See `look`."""
     found: dict[str, tuple[Mark, str]] = {}
+    for place, what, value in values_at(places):
+        marks = look({place.text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
+        found |= {name: (mark, what) for name, mark in marks.items()}
+    return found
+
+
+def values_at(places: Iterable[tuple[Place, str]]) -> Iterator[tuple[Place, str, object]]:
+    """Those of the ``places`` that have a value now, with the value."""
     of_frames: dict[int, dict[str, Any]] = {}
     for place, what in places:
         if isinstance(place.owner, FrameType) and id(place.owner) not in of_frames:
             of_frames[id(place.owner)] = variables_of(place.owner)
         value = place.value(of_frames.get(id(place.owner)))
         if value is not NOTHING:
-            marks = look({place.text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
-            found |= {name: (mark, what) for name, mark in marks.items()}
-    return found
+            yield place, what, value
 
 
 def changed_by(first: Held, before: Held, after: Held) -> str:

@@ -391,9 +391,37 @@ class BesideModules:
             if hook is not None:
                 hook.remove()
 
-    def _within_reach(self) -> Iterator[tuple[str, str, nn.Module]]:
+    @contextlib.contextmanager
+    def noting(self, called: dict[str, torch.Tensor]) -> Iterator[None]:
+        """A context that adds a checksum of each tensor of the modules that are called there, when they are, by name.
+
+        Without tensors that are divided between ranks. Queues its work on the device, and does not wait.
+        """
+        known, names = self._known(), dict[nn.Module, str]()
+
+        def note(module: nn.Module, _inputs: object) -> None:
+            if module in known:
+                return
+            known.add(module)
+            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            if held and not names:
+                names.update((module, f"{path}.{name}".strip(".")) for path, name, module in self._within_reach())
+            whose = names.get(module, type(module).__name__)
+            whole = ((name, tensor) for name, tensor in held if not hasattr(tensor, "to_local"))
+            called.update((f"{whose}.{name}", checksum(tensor)) for name, tensor in whole)
+
+        hook = register_module_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _known(self) -> set[nn.Module]:
         kept = (value for value in self._kept.values() if isinstance(value, nn.Module))
-        known = {module for root in (*self._models, *kept) for module in root.modules()}
+        return {module for root in (*self._models, *kept) for module in root.modules()}
+
+    def _within_reach(self) -> Iterator[tuple[str, str, nn.Module]]:
+        known = self._known()
         for path, root in find(script_roots(sys._getframe()), nn.Module).items():
             if isinstance(root, nn.Module) and root not in known:
                 yield from ((path, name, module) for name, module in root.named_modules() if module not in known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -11,7 +12,7 @@ from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.collectives import as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.progress import Progress
-from lockstep.run.checks.divergence import DivergenceCheck
+from lockstep.run.checks.divergence import DivergenceCheck, numbers
 from lockstep.run.loop.step_end import StepEnd
 from lockstep.run.recovery.resume_point import tree_marks
 from lockstep.run.setup.run_context import RunContext
@@ -124,16 +125,34 @@ class RunSnapshot:
         Raises:
             MismatchError: if they do not.
         """
-        context = self._context
-        part = context.strategy.state_part
-        is_whole = context.strategy.can_update_trainable and (part is None or not part.divides_models)
-        if context.share.in_step and context.group.size > 1 and is_whole:
+        if self._compares_models:
             kept = {name: value for name, value in self._state.kept.items() if isinstance(value, nn.Module)}
             tree = {
                 "models": [_tensors_of(model) for model in self._state.models],
                 "kept": {name: _tensors_of(module) for name, module in kept.items()},
             }
             self._divergence.compare(tree, self._position.progress.step, modules=self._take_left())
+
+    @property
+    def _compares_models(self) -> bool:
+        context = self._context
+        part = context.strategy.state_part
+        is_whole = context.strategy.can_update_trainable and (part is None or not part.divides_models)
+        return context.share.in_step and context.group.size > 1 and is_whole
+
+    def compare_called(self, called: Mapping[str, torch.Tensor]) -> None:
+        """Check that other modules were equal on all ranks when an evaluation called them. Collective.
+
+        Args:
+            called: checksums of their tensors, by name.
+
+        Raises:
+            MismatchError: if they were not.
+        """
+        if self._compares_models:
+            sums = dict(zip(called, numbers(list(called.values())), strict=True))
+            inputs = {f"{name}, by which run.evaluate(...) is computed,": ("", value) for name, value in sums.items()}
+            self._divergence.compare({}, self._position.progress.step, inputs=inputs)
 
     def restore(self, tree: SavedTree) -> list[str]:
         """Restore the state of a ``tree`` from `take`, but for the position; see `State.load`. Collective."""

@@ -1,0 +1,140 @@
+"""Ranks that decide by themselves, change a module on one rank, or hand on one rank's numbers: refused, or told."""
+
+import contextlib
+import copy
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lockstep import Run
+from lockstep.errors import MismatchError
+from worlds import on_world
+
+X = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+Y = (X[:, 0] > 0).long()
+
+
+class Phase:
+    def __init__(self):
+        self.smoothing = 0.0
+
+
+def decided(own):
+    """Each rank begins to smooth by its ``own`` last loss, or in the same step; after it, ranks are alike again."""
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        phase, smoothing = Phase(), 0.0
+        for _ in run.epochs(2):
+            for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
+                loss = F.cross_entropy(model(x), y, label_smoothing=smoothing + phase.smoothing)
+                if run.step(loss):
+                    reached = run.progress.step > 3 + (run.rank if own else 0)
+                    if own == "attribute" and reached:
+                        phase.smoothing = 0.1
+                    elif reached:
+                        smoothing = 0.1
+        return phase.smoothing, smoothing
+
+
+def averaged(on):
+    """A copy of the model that steps change ``on`` the leader or on all ranks, with which all ranks evaluate."""
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        average = copy.deepcopy(model)
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                if run.step(F.cross_entropy(model(x), y)) and (on == "all" or run.leads):
+                    with torch.no_grad():
+                        average.weight.lerp_(model.weight, 0.5)
+            for x, y in run.evaluate(batches):
+                run.measure(right=average(x).argmax(1) == y)
+        return run.metrics["right"]
+
+
+def handed_on(value):
+    """What is told of a value that rank 0 hands on; the second time nothing."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        given = {
+            "own number": 0.5 + run.rank,
+            "own tensor": {"centre": torch.full((2,), float(run.rank))},
+            "alike": [0.5, torch.ones(2)],
+            "leader's": 0.5 if run.leads else None,
+            "rank": run.rank,
+        }[value]
+        got = [run.broadcast(given) for _ in range(2)][-1]
+    if value == "own number":
+        assert got == 0.5
+    return said.getvalue()
+
+
+def refusal(function, *args):
+    try:
+        function(*args)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+DECIDED = {"variable": "smoothing", "attribute": "phase.smoothing", None: ""}
+
+
+@pytest.fixture(scope="module")
+def decisions():
+    return dict(zip(DECIDED, on_world(2, [(refusal, decided, own) for own in DECIDED]), strict=True))
+
+
+@pytest.mark.parametrize("own", DECIDED)
+def test_decisions_that_differed_in_some_steps_are_refused_at_the_next_comparison(decisions, own):
+    for told in decisions[own]:
+        if own is None:
+            assert told == ""
+        else:
+            assert f": {DECIDED[own]}, which run.step(...) is computed from, in earlier steps on rank 1" in told
+
+
+def test_a_module_that_only_one_rank_has_changed_is_refused_in_an_evaluation():
+    on_leader, on_all = on_world(2, [(refusal, averaged, "the leader"), (refusal, averaged, "all")])
+    for told in on_leader:
+        assert "average.weight, by which run.evaluate(...) is computed, on rank 1. Something" in told
+    assert on_all == ["", ""]
+
+
+def test_numbers_of_one_rank_that_it_hands_on_are_told_once():
+    kinds = ("own number", "own tensor", "alike", "leader's", "rank")
+    for kind, (first, other) in zip(kinds, on_world(2, [(handed_on, kind) for kind in kinds]), strict=True):
+        assert ("rank 1 another one. A value that rank 0 has from its own micro-batches" in first) == ("own" in kind)
+        assert first.count("another one") <= 1
+        assert "another one" not in other
+
+
+def fit(run, model, loader):
+    for _ in run.epochs(2):
+        for x, y in run.train(loader):
+            run.step(F.cross_entropy(model(x), y))
+
+
+def counted():
+    """What is said of a variable that is told, where another function's variable with its name is changed."""
+    said = io.StringIO()
+    x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
+    y = (x[:, 0] > 0).long()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        fit(run, model, run.loader((x, y), global_batch=32, micro_batch=4))
+    json.dumps({"samples": len(y)})
+    return said.getvalue()
+
+
+def test_of_two_variables_with_one_name_the_one_that_is_told_counts():
+    (ranks,) = on_world(2, [(counted,)])
+    for told in ranks:
+        assert "is changed by the loop" not in told
