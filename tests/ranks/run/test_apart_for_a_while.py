@@ -1,4 +1,4 @@
-"""Ranks that decide by themselves, change a module on one rank, or hand on one rank's numbers: refused, or told."""
+"""Ranks that decide by themselves, change a module on one rank, or go by one rank's numbers: refused, or told."""
 
 import contextlib
 import copy
@@ -58,6 +58,42 @@ def averaged(on):
         return run.metrics["right"]
 
 
+class Curriculum:
+    def __init__(self):
+        self.weight, self.wrong, self.seen = 1.0, 0, 0
+
+    def see(self, wrong):
+        self.wrong += wrong
+
+    def end_epoch(self):
+        if self.wrong > 1e9:
+            self.weight *= 0.7
+        self.wrong = 0
+
+
+def evaluated(how):
+    """What is said of a loss whose weight depends on what evaluations have added up: on each rank, or on all."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2)
+        curriculum = Curriculum()
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                run.step(curriculum.weight * F.cross_entropy(model(x), y))
+            for x, y in run.evaluate(batches):
+                wrong = int((model(x).argmax(1) != y).sum())
+                if how == "counted":
+                    curriculum.seen += len(x)  # decides nothing
+                else:
+                    curriculum.see(wrong)
+            if how == "summed":
+                curriculum.wrong = run.sum(curriculum.wrong)
+            curriculum.end_epoch()
+    return said.getvalue()
+
+
 def handed_on(value):
     """What is told of a value that rank 0 hands on; the second time nothing."""
     said = io.StringIO()
@@ -105,6 +141,14 @@ def test_a_module_that_only_one_rank_has_changed_is_refused_in_an_evaluation():
     for told in on_leader:
         assert "average.weight, by which run.evaluate(...) is computed, on rank 1. Something" in told
     assert on_all == ["", ""]
+
+
+def test_what_evaluations_change_on_each_rank_and_the_training_computes_with_is_told():
+    own, *others = on_world(2, [(evaluated, how) for how in ("own", "summed", "counted")])
+    told = "curriculum.wrong, which run.step(...) is computed from, is changed by the body of run.evaluate(...): each"
+    assert told in own[0]
+    for other, _ in others:
+        assert "is changed by the body" not in other
 
 
 def test_numbers_of_one_rank_that_it_hands_on_are_told_once():

@@ -55,6 +55,7 @@ class TrainingInputs:
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
     filled: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that lines within a pass set or fill
+    met: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: made of what ranks bring together
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
@@ -77,7 +78,9 @@ class TrainingInputs:
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set(), filled=set(), made_with={})
+        found = replace(
+            self, places={}, anew=set(), when_needed=set(), of_bodies=set(), filled=set(), met=set(), made_with={}
+        )
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
@@ -85,6 +88,7 @@ class TrainingInputs:
             found.when_needed |= {there.key} if key in self.when_needed else set()
             found.of_bodies |= {there.key} if key in self.of_bodies else set()
             found.filled |= {there.key} if key in self.filled else set()
+            found.met |= {there.key} if key in self.met else set()
             if key in self.made_with:
                 made = self.made_with[key]
                 found.made_with[there.key] = [each._replace(owner=owner_of(each.owner)) for each in made]
@@ -104,6 +108,12 @@ class TrainingInputs:
             for key, (place, what) in self.places.items()
             if key not in others and (not place.attributes or place.attributes[-1] in names)
         ]
+
+    def held_alone(self) -> Held:
+        """As `held_between`, the places themselves that are made of no value that ranks have brought together."""
+        others = self.anew | self.when_needed | self.met
+        alone = (place for key, place in self.places.items() if key not in others)
+        return self.themselves(held(alone, self.skip, STATELESS))
 
     def held_of_bodies(self) -> Held:
         """Only places that nothing but a body changes, and their items; not attributes, of which less is known."""

@@ -95,6 +95,8 @@ class SharedInputs:
         self._say: Final = say
         self._before_body: tuple[_Loop, Mapping[str, Mark]] | None = None
         self._told_read: Final[set[_Loop]] = set()
+        self._evaluations: Final[set[_Loop]] = set()  # whose effect on what the training computes with was looked at
+        self._before_evaluation: Held | None = None
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -149,7 +151,24 @@ class SharedInputs:
         (loop, before), self._before_body = self._before_body, None
         if loop != _loop_around(frame):
             return  # that loop was left in its first body
-        if part := part_told(frame, self._state, changed(before, self._look(frame)), self._say):
+        self._say_part(part_told(frame, self._state, changed(before, self._look(frame)), self._say))
+
+    def evaluation_begins(self, frame: FrameType) -> None:
+        """Look at what the training computes with, unless that is done for the loop around ``frame``."""
+        self._before_evaluation, loop = None, _loop_around(frame)
+        if self._inputs is None and self._known and loop not in self._evaluations:
+            self._evaluations.add(loop)
+            self._before_evaluation = self._of_training(frame)
+
+    def evaluation_ended(self, frame: FrameType) -> None:
+        """Say which value that the training computes with is of this rank's own bodies, if looked at before."""
+        if self._before_evaluation is not None:
+            before, self._before_evaluation = self._before_evaluation, None
+            how = "is changed by the body of run.evaluate(...)"
+            self._say_part(changed_since(before, self._of_training(frame), how))
+
+    def _say_part(self, part: str) -> None:
+        if part:
             self._say(
                 f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
@@ -158,6 +177,18 @@ class SharedInputs:
 
     def _look(self, frame: FrameType) -> Mapping[str, Mark]:
         return look(script_roots(frame), skip={id(one) for one in (*self._state.models, *self._state.optimizers)})
+
+    def _of_training(self, frame: FrameType) -> Held:
+        """What the loops that were left have computed with, as far as functions hold it that are running."""
+        frames = {each.f_code: each for each in script_frames(frame)}
+        held: dict[str, tuple[Mark, str]] = {}
+        for codes, inputs in self._known.items():
+
+            def owner_of(owner: object, codes: tuple[CodeType, ...] = codes) -> object:
+                return frames.get(codes[owner.number], owner) if type(owner) is _Function else owner
+
+            held |= inputs.rebound(owner_of).held_alone()
+        return held
 
     def held(self) -> Held:
         """The values of the inputs now, in a body."""
@@ -170,7 +201,9 @@ class SharedInputs:
 
     def changed_in_pass(self) -> str:
         """The first input that bodies have changed since the loop was read, in words; "" for none."""
-        return "" if self._inputs is None else changed_since(self._began, self._inputs.held_of_bodies())
+        if self._inputs is None:
+            return ""
+        return changed_since(self._began, self._inputs.held_of_bodies(), "was changed by bodies of this pass")
 
     def body_is_over(self, before: Held, after: Held, where: tuple[int, int]) -> None:
         """Note inputs that differ between the two as set by a body, of the micro-batch at ``where`` (step, place)."""

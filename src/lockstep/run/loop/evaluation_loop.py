@@ -141,6 +141,8 @@ class EvaluationLoop:
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
         self._called.clear()
+        if context.settings.replay:
+            context.inputs.evaluation_begins(sys._getframe())
         with context.strategy.evaluating(), self._buffers() as buffers:
             for number, (at, data) in enumerate(self._loaders.evaluation(loader)):
                 if number == 0:
@@ -160,6 +162,7 @@ class EvaluationLoop:
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
                     break
+        context.inputs.evaluation_ended(sys._getframe())
 
     def _require_batches_apart(self) -> None:
         """Check by the source, once for each way to a loop, that no measured value depends on another batch."""

@@ -98,11 +98,14 @@ def changed_by(first: Held, before: Held, after: Held) -> str:
     return ""
 
 
-def changed_since(before: Held, now: Held) -> str:
-    """The first place of both whose values differ, in words; "" for none. A dict and a set may grow, as caches do."""
+def changed_since(before: Held, now: Held, how: str) -> str:
+    """The first place of both whose values differ, in words that end with ``how``; "" for none.
+
+    A dict and a set may grow, as caches do.
+    """
     for name, (mark, what) in now.items():
         if mark.kind not in CACHES and name in before and _differs(before[name][0], mark):
-            return f"{name}, which {what} is computed from, was changed by bodies of this pass"
+            return f"{name}, which {what} is computed from, {how}"
     return ""
 
 
