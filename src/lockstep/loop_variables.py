@@ -1,4 +1,4 @@
-"""Which variables a loop's body sets before it reads them, in each turn anew.
+"""Which variables a loop's body sets before it reads them, in each turn anew; and which are not read any more.
 
 for x, y in batches:
     out = model(x)              out      set anew
@@ -8,7 +8,12 @@ for x, y in batches:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+_READ_ALL: Final = {"locals", "globals", "vars", "dir", "eval", "exec"}
+#: What reads variables of the function around it whenever it is called or gone through.
+_LATER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
 def fresh_variables(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
@@ -16,6 +21,42 @@ def fresh_variables(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
     targets = stored([node.target]) if not isinstance(node, ast.While) else set()
     exposed, _ = _exposed(node.body, targets)
     return frozenset((stored(node.body) | targets) - exposed)
+
+
+def dead_at(function: ast.AST, line: int) -> frozenset[str]:
+    """The variables of a function or module that are set before they are read, whatever runs from ``line`` on.
+
+    for epoch in epochs:
+        guess = model(x)                guess    is set again before it is read
+        labels.copy_(guess)
+        for x, y in batches:            line     in a call here
+
+    Variables that functions within it read are none of these, nor are any where ``locals()`` or the like may read all.
+    A statement that holds the line counts as not begun.
+    """
+    if not _loaded([function]).isdisjoint(_READ_ALL):
+        return frozenset()
+    alive = _loaded(node for node in ast.walk(function) if node is not function and isinstance(node, _LATER))
+    block: Sequence[ast.stmt] = getattr(function, "body", ())
+    while block:
+        place = next((n for n, node in enumerate(block) if _holds([node], line)), None)
+        if place is None:
+            return frozenset()
+        node, after = block[place], block[place + 1 :]
+        block = next((inner for inner in _blocks(node) if _holds(inner, line)), ())
+        is_over = block and isinstance(node, ast.With | ast.AsyncWith | ast.If)  # but for what remains of the block
+        alive |= _exposed(() if is_over else [node], set())[0] | _exposed(after, set())[0]
+    return frozenset(stored([function]) - alive)
+
+
+def _blocks(node: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
+    """The blocks of statements within a statement."""
+    parts = (node, *getattr(node, "handlers", ()), *getattr(node, "cases", ()))
+    return (getattr(part, name, ()) for part in parts for name in ("body", "orelse", "finalbody"))
+
+
+def _holds(block: Sequence[ast.stmt], line: int) -> bool:
+    return bool(block) and block[0].lineno <= line <= (block[-1].end_lineno or 0)
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:

@@ -74,6 +74,12 @@ def is_view(tensor: torch.Tensor) -> bool:
     return view
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` stands for others under a transform of `torch.func`, and has no bytes of its own."""
+    transformed: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return transformed
+
+
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Any:
     """A tensor of the subclass ``cls`` with this shape and no memory. Without it, no model is made in parts."""
     return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)

@@ -96,6 +96,14 @@ def try_shared_storage():
 
 
 @row
+def try_is_transformed():
+    seen = []
+    torch.vmap(lambda x: seen.append(torch_private.is_transformed(x)) or x)(torch.ones(2))
+    assert seen == [True]
+    assert not torch_private.is_transformed(torch.ones(2))
+
+
+@row
 def try_is_view():
     tensor = torch.zeros(2, requires_grad=True)
     assert torch_private.is_view(tensor[:1])

@@ -368,11 +368,11 @@ def test_options_are_given_as_they_were_at_the_point():
     point.reach()
     flat = point.take()
     at_point = flat.tree(flat.tensors)
-    group["lr"], group["betas"], group["warm"] = 0.25, (0.5, 0.9), True
+    group["lr"], group["betas"], group["preheated"] = 0.25, (0.5, 0.9), True
     for _ in range(2):
         flat = point.take()
         assert flat.tree(flat.tensors) == at_point
-        assert (group["lr"], group["betas"], group["warm"]) == (0.25, (0.5, 0.9), True), (
+        assert (group["lr"], group["betas"], group["preheated"]) == (0.25, (0.5, 0.9), True), (
             "the script goes on with its own"
         )
         point.note()

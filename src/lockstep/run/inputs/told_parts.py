@@ -11,17 +11,17 @@ does of what is changed once a step by the last micro-batch (``if run.step(loss)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from types import FrameType
 
 from lockstep.run.inputs.body_changes import is_of_all_ranks, is_of_turn, meets
 from lockstep.run.inputs.input_follower import InputFollower
 from lockstep.run.inputs.training_inputs import given_by, unread
 from lockstep.run.source.line_calls import LineCalls
-from lockstep.run.source.reachable import script_roots
+from lockstep.run.source.reachable import root_of, script_roots
 from lockstep.run.source.script_callees import callees_of
 from lockstep.run.source.script_functions import Context, running_functions
-from lockstep.run.source.script_places import NOTHING, Place, variable_at
+from lockstep.run.source.script_places import NOTHING
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Call
 from lockstep.run.state.registered import State
@@ -64,7 +64,9 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
         if changes.makes_when_needed(place) and not any(is_of_turn(one.context, one.reads) for one in made):
             continue  # once, of what no body has from its micro-batch
         line = changes.line_of(place, always=True)
-        seen_as = _path_of(place, roots)
+        # Of two variables with one name, a look has another name for the outer one.
+        own = root_of(place.owner, place.name, roots) if isinstance(place.owner, FrameType) else place.name
+        seen_as = own + place.text[len(place.name) :]
         starts = (f"{seen_as}.", f"{seen_as}[")
         if not line and not any(path == seen_as or path.startswith(starts) for path in changed):
             continue
@@ -74,13 +76,6 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
             where = f" in line {line}" if line else ""
             return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
     return ""
-
-
-def _path_of(place: Place, roots: Mapping[str, object]) -> str:
-    """The path that a look from ``roots`` has for the place: of two variables with one name, the outer has another."""
-    if not isinstance(place.owner, FrameType) or roots.get(place.name) is variable_at(place.owner, place.name):
-        return place.text
-    return f"{place.owner.f_code.co_name}.{place.text}"
 
 
 def _given_to_meetings(follower: InputFollower, context: Context) -> set[int]:

@@ -5,7 +5,7 @@
 
 The step after a checkpoint begins at the same place of the script in a run that goes on and in a resumed run. A
 variable with a different value there has lost its value, even if no effect shows yet. The script's source tells whether
-the training depends on the variable.
+the training depends on the variable, and whether the variable is set again before it is read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ from torch import nn
 
 from lockstep.checkpoint import StateTree
 from lockstep.collectives import local_part
+from lockstep.loop_variables import dead_at
 from lockstep.run.checks.divergence import checksums
 from lockstep.run.inputs.training_inputs import training_inputs
 from lockstep.run.source.line_calls import LineCalls
-from lockstep.run.source.reachable import CACHES, TENSOR_RANK, Mark, find, is_plain, look, script_roots, tells_values
+from lockstep.run.source.reachable import (
+    CACHES,
+    TENSOR_RANK,
+    Mark,
+    find,
+    is_plain,
+    look,
+    root_of,
+    script_frames,
+    script_roots,
+    tells_values,
+)
+from lockstep.run.source.source_reads import nodes_of
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue
 
@@ -52,12 +65,18 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     roots = script_roots(frame)
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
-    roots = {name: value for name, value in roots.items() if id(value) not in skip}
+    dead = {each: _dead_in(each) for each in script_frames(frame)}
+    own_dead = {id(each if each.f_locals is not each.f_globals else each.f_globals): dead[each] for each in dead}
+    unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
+    roots = {name: value for name, value in roots.items() if id(value) not in skip and name not in unread}
     marks: dict[str, Mark] = {}
     # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
     for name, value in roots.items():
         marks |= look({name: value}, skip=skip, depth=_DEPTH, limit=min(_MOST_OF_ONE, _MOST_PLAIN - len(marks)))
     read = training_inputs(frame, state, calls)
+    for key, (place, _) in [*read.places.items()]:
+        if place.name in own_dead.get(id(place.owner), ()):
+            del read.places[key]
     inputs = read.themselves(read.held_between())
     return {
         "variables": sorted(roots),
@@ -74,6 +93,13 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
             if "._" not in path and (text := _shown(mark))  # such as a module's hooks
         },
     }
+
+
+def _dead_in(frame: FrameType) -> frozenset[str]:
+    """The variables of a running function that the function sets again before it reads them."""
+    code = frame.f_code
+    function = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+    return frozenset() if function is None else dead_at(function, frame.f_lineno)
 
 
 def _shown(mark: Mark) -> str:

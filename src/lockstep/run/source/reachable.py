@@ -220,6 +220,11 @@ def script_roots(frame: FrameType | None) -> dict[str, object]:
     return roots
 
 
+def root_of(frame: FrameType, name: str, roots: Mapping[str, object]) -> str:
+    """The name that ``roots`` of `script_roots` have for a variable of a function that is running."""
+    return name if roots.get(name) is variables_of(frame).get(name) else f"{frame.f_code.co_name}.{name}"
+
+
 def script_frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of the script's functions that are running, from ``frame`` outward."""
     frames = []

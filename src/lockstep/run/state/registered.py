@@ -26,7 +26,7 @@ from lockstep.collectives import in_memory
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.checks.divergence import checksum
 from lockstep.run.metrics.early_stopping import EarlyStopping
-from lockstep.run.source.reachable import find, script_roots
+from lockstep.run.source.reachable import find, is_plain, script_roots
 from lockstep.run.state.added_groups import AddedGroups
 from lockstep.run.state.attributes import RunAttributes, path_of
 from lockstep.run.state.kept_variables import KeptVariables
@@ -34,6 +34,7 @@ from lockstep.run.state.registered_scheduler import RegisteredScheduler, Unregis
 from lockstep.run.state.training_modes import TrainingModes
 from lockstep.run.state.user_values import PlainValue, Stateful, as_stateful, exposed
 from lockstep.strategies import StateLayout, Strategy, sparse_parameters
+from lockstep.torch_private import is_transformed
 
 
 class State:
@@ -395,7 +396,7 @@ class BesideModules:
     def noting(self, called: dict[str, torch.Tensor]) -> Iterator[None]:
         """A context that adds a checksum of each tensor of the modules that are called there, when they are, by name.
 
-        Without tensors that are divided between ranks. Queues its work on the device, and does not wait.
+        Only of tensors that hold their values themselves. Queues its work on the device, and does not wait.
         """
         known, names = self._known(), dict[nn.Module, str]()
 
@@ -407,8 +408,8 @@ class BesideModules:
             if held and not names:
                 names.update((module, f"{path}.{name}".strip(".")) for path, name, module in self._within_reach())
             whose = names.get(module, type(module).__name__)
-            whole = ((name, tensor) for name, tensor in held if not hasattr(tensor, "to_local"))
-            called.update((f"{whose}.{name}", checksum(tensor)) for name, tensor in whole)
+            own = ((name, tensor) for name, tensor in held if is_plain(tensor) and not is_transformed(tensor))
+            called.update((f"{whose}.{name}", checksum(tensor)) for name, tensor in own)
 
         hook = register_module_forward_pre_hook(note)
         try:

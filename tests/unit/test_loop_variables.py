@@ -1,0 +1,49 @@
+"""Variables that are set before they are read."""
+
+import ast
+import textwrap
+
+import pytest
+
+from lockstep.loop_variables import dead_at
+
+SET_AGAIN = """
+    for epoch in epochs:
+        guess = model(x)
+        labels.copy_(guess)
+        for x, y in batches:  # HERE
+            step(x, y)
+"""
+CASES = {
+    "set again": (SET_AGAIN, "guess"),
+    "read after the loop": (SET_AGAIN + "    print(guess)\n", ""),
+    "read in the rest of the turn": (SET_AGAIN + "        print(guess)\n", ""),
+    "read in the body": (SET_AGAIN.replace("step(x, y)", "step(x, guess)"), ""),
+    "read by a function": ("    def show():\n        return guess\n" + SET_AGAIN, ""),
+    "read with all others": (SET_AGAIN + "    save(locals())", ""),
+    "read by a generator": ("    shown = (one + guess for one in x)\n" + SET_AGAIN, ""),
+    "set where some turns set it": (SET_AGAIN.replace("guess = model(x)", "if epoch: guess = model(x)"), ""),
+    "changed in place": (SET_AGAIN.replace("guess = model(x)", "guess += model(x)"), ""),
+    "under with": ("    with run as r:\n" + textwrap.indent(SET_AGAIN, "    "), "guess"),
+    "under with, read after it": ("    with run as r:\n" + textwrap.indent(SET_AGAIN, "    ") + "    print(guess)", ""),
+    "under try, read when it fails": (
+        "    try:\n" + textwrap.indent(SET_AGAIN, "    ") + "    except OSError:\n        print(guess)",
+        "",
+    ),
+    "under try": ("    try:\n" + textwrap.indent(SET_AGAIN, "    ") + "    finally:\n        close()", "guess"),
+    "left by continue before it is set": (
+        SET_AGAIN.replace("guess = model(x)", "if epoch: continue\n        guess = model(x)") + "        show(guess)",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("in_function", [False, True])
+def test_dead_are_those_that_are_set_before_they_are_read(name, in_function):
+    source, dead = CASES[name]
+    source = f"def main():\n{source}" if in_function else textwrap.dedent(source)
+    line = next(number for number, text in enumerate(source.splitlines(), 1) if "HERE" in text)
+    module = ast.parse(source)
+    found = dead_at(module.body[0] if in_function else module, line)
+    assert found & {"guess"} == set(filter(None, [dead]))
