@@ -182,3 +182,28 @@ def test_of_two_variables_with_one_name_the_one_that_is_told_counts():
     (ranks,) = on_world(2, [(counted,)])
     for told in ranks:
         assert "is changed by the loop" not in told
+
+
+def scored_twice():
+    """A list that one evaluation fills, and that is brought together under its name for a second one."""
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2, shuffle=False)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                run.step(F.cross_entropy(model(x), y))
+            bank = []
+            for x, _ in run.evaluate(batches):
+                if run.counts:
+                    bank.append(model(x))
+            bank = torch.cat([part for parts in run.gather(bank) for part in parts])
+            for x, _ in run.evaluate(batches):
+                run.measure(near=torch.cdist(model(x), bank).topk(2, largest=False).values[:, 1])
+        return run.metrics["near"]
+
+
+def test_what_one_evaluation_fills_another_may_measure_with():
+    (on_one,) = on_world(1, [(scored_twice,)])
+    (on_two,) = on_world(2, [(scored_twice,)])
+    assert on_two == on_one * 2

@@ -1,6 +1,7 @@
 """`Run.keep` with plain values: saved, restored in place, compared between ranks."""
 
 import os
+from collections import deque
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ def early_stopping(directory, resume, epochs, strategy="ddp", shift=0):
         run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-4))
         batches = run.loader(X, global_batch=8, micro_batch=2)
         seen, table, total = [0], {"best": {"epoch": None}, "rows": ()}, torch.zeros(2)
-        inner = table["best"]
-        run.keep(best=float("inf"), seen=seen, table=table, total=total, note="")
+        inner, newest = table["best"], deque([0], maxlen=2)
+        run.keep(best=float("inf"), seen=seen, table=table, total=total, note="", newest=newest)
         for epoch in run.epochs(epochs):
             for x in run.train(batches):
                 if run.step(model(x).square().mean()):
@@ -30,10 +31,11 @@ def early_stopping(directory, resume, epochs, strategy="ddp", shift=0):
             run.kept.best = min(run.kept.best, run.metrics["loss"] + shift * run.rank)
             run.kept.note += str(epoch)
             seen.append(epoch)
+            newest.append(epoch)
             inner["epoch"] = epoch
             table["rows"] += ((epoch, run.metrics["loss"]),)
         assert run.kept.seen is seen
-        return run.kept.best, run.kept.note, seen, table, total.tolist()
+        return run.kept.best, run.kept.note, seen, table, total.tolist(), newest
 
 
 def test_it_resumes_in_place_on_any_world(tmp_path):
@@ -42,6 +44,8 @@ def test_it_resumes_in_place_on_any_world(tmp_path):
     assert whole[1:3] == ("0123", [0, 0, 1, 2, 3])
     assert whole[3]["best"] == {"epoch": 3}
     assert whole[4] == [36.0, 36.0]
+    assert whole[5] == deque([2, 3])
+    assert whole[5].maxlen == 2
     on_world(2, [(early_stopping, one[1], False, 2)])
     first, served = on_world(
         3,

@@ -139,7 +139,7 @@ def carried_between_batches(frame: FrameType | None, state: State, say: Callable
             if not context.in_body:
                 break
             follower.enter(context)
-            for given in given_by(follower, context):
+            for given in given_by(follower, context, in_loop=True):
                 if given.kind == "step":
                     follower.take(context, given)
             follower.find_carried(context)
@@ -192,8 +192,8 @@ def _said(use: RankUse) -> str:
     return ""
 
 
-def given_by(follower: InputFollower, context: Context) -> list[Given]:
-    """The values that a function gives to the run, itself or by the functions that it calls.
+def given_by(follower: InputFollower, context: Context, *, in_loop: bool = False) -> list[Given]:
+    """The values that a function gives to the run, itself or by the functions that it calls; or only ``in_loop``.
 
     To `Run.step` ("step"), by a change of a trained object ("write"), when objects are made known to the run
     ("registered", "loader"), to a function that seeds ("seed"), or to a reader ("told", if the follower is of these).
@@ -201,7 +201,7 @@ def given_by(follower: InputFollower, context: Context) -> list[Given]:
     found: list[Given] = []
     file = PurePath(context.code.co_filename).name
     for use in context.reads.uses:
-        if context.is_dead(use.guards):
+        if context.is_dead(use.guards) or (in_loop and not context.covers(use.line)):
             continue
         where, before = f"{file}:{use.line}", len(found)
         if use.read is not None:

@@ -15,6 +15,7 @@ content of a checkpoint is compared now and then (`LoopChecks`), and a state tha
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
@@ -242,7 +243,7 @@ def _is_fixed(value: object) -> bool:
 
 
 def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float | str | list | tuple | dict | torch.Tensor)
+    return value is None or isinstance(value, bool | int | float | str | list | deque | tuple | dict | torch.Tensor)
 
 
 def _of(value: object, depth: int) -> object:
@@ -255,6 +256,6 @@ def _of(value: object, depth: int) -> object:
     if isinstance(value, dict) and depth:
         newest = itertools.islice(reversed(value.items()), _GLANCE)
         return len(value), [(key, _of(held, depth - 1)) for key, held in newest]
-    if isinstance(value, list | tuple) and depth:
-        return len(value), [_of(held, depth - 1) for held in value[-_GLANCE:]]
+    if isinstance(value, list | deque | tuple) and depth:
+        return len(value), [_of(held, depth - 1) for held in itertools.islice(reversed(value), _GLANCE)]
     return value if isinstance(value, float | int | str | bytes) else id(value)

@@ -1,13 +1,13 @@
 """Kept values beside models and optimizers: objects with a state of their own, and plain values.
 
 run.keep(ema=ema)                 saved and restored through its state_dict and load_state_dict
-run.keep(history=[], scores={})   restored in place: the script's own list or dict holds what was saved
+run.keep(history=[], scores={})   restored in place: the script's own list, deque or dict holds what was saved
 run.keep(best=0.0)                a number cannot change in place: run.kept.best is read and set
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
@@ -34,7 +34,7 @@ class Stateful(Protocol):
 
 
 class PlainValue:
-    """A kept number, text, tensor, list, tuple or dict.
+    """A kept number, text, tensor, list, deque, tuple or dict.
 
     Raises:
         UsageError: for a value that cannot be saved, naming its place.
@@ -51,22 +51,23 @@ class PlainValue:
         Raises:
             UsageError: if the value cannot be saved.
         """
-        _check(value, self._name)
+        _check(_without_deque(value), self._name)
         self.value = value
 
     def state_dict(self) -> object:
-        """The value; lists and dicts are copies."""
-        _check(self.value, self._name)  # the items of a list may have changed since it was given
-        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, self.value)
+        """The value; lists and dicts are copies; a deque as a list."""
+        value = _without_deque(self.value)
+        _check(value, self._name)  # the items of a list may have changed since it was given
+        return map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, value)
 
     def load_state_dict(self, state: object, /) -> None:
-        """Set the value to ``state``; lists, dicts and tensors are changed in place.
+        """Set the value to ``state``; lists, deques, dicts and tensors are changed in place.
 
         Raises:
             TypeError: if value and state are of different kinds, and one is a list, dict or tensor.
             RuntimeError: if tensors have other shapes.
         """
-        for kind in (list, _DICTS, torch.Tensor):
+        for kind in ((list, deque), _DICTS, torch.Tensor):
             if isinstance(state, kind) != isinstance(self.value, kind) and None not in (state, self.value):
                 raise TypeError(f"a {type(state).__name__} was saved")
         if isinstance(state, torch.Tensor) and isinstance(self.value, torch.Tensor) and state.shape != self.value.shape:
@@ -139,21 +140,27 @@ def _check(value: object, path: str) -> None:
     elif not isinstance(value, _LEAVES):
         raise UsageError(
             f"keep({path}={type(value).__name__}): it has no state_dict() and load_state_dict(), and is no number, "
-            "text, tensor, list, tuple or dict of these; give the object both, or keep one that has (an array as "
-            "torch.from_numpy(array))"
+            "text, tensor, list, tuple or dict of these, or a deque of these; give the object both, or keep one that "
+            "has (an array as torch.from_numpy(array))"
         )
 
 
+def _without_deque(value: object) -> object:
+    """A list in place of a deque. Within other values a deque would come back as a list, where there is none yet."""
+    return list(value) if type(value) is deque else value
+
+
 def restored(here: object, saved: object) -> object:
-    """The value ``saved``, written into the script's list, dict or tensor ``here`` where possible in place."""
+    """The value ``saved``, written into the script's list, deque, dict or tensor ``here`` where possible in place."""
     if isinstance(here, dict) and isinstance(saved, dict):
         new = {key: restored(here.get(key), value) for key, value in saved.items()}
         here.clear()
         here.update(new)
         return here
-    if isinstance(here, list) and isinstance(saved, list):
+    if isinstance(here, list | deque) and isinstance(saved, list):
         known = [*here, *([None] * len(saved))]
-        here[:] = [restored(known[index], value) for index, value in enumerate(saved)]
+        here.clear()
+        here.extend(restored(known[index], value) for index, value in enumerate(saved))
         return here
     if isinstance(here, torch.Tensor) and isinstance(saved, torch.Tensor) and _alike(here, saved):
         with torch.no_grad():
