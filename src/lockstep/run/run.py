@@ -231,7 +231,13 @@ class Run:
         )
         serving = context.settings.strategy if isinstance(context.strategy, ServerStrategy) else None
         self._ranks: Final = RankOperations(
-            group, context.world, context.metrics, context.leaves.agree, context.warnings.add, serving
+            group,
+            context.world,
+            context.metrics,
+            context.leaves.agree,
+            context.warnings.add,
+            context.inputs.asked_at,
+            serving,
         )
         self._whole: Final = WholeModels(context, self._train_step)
         self._shutdown: Final = Shutdown(

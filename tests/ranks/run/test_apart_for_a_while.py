@@ -111,6 +111,25 @@ def handed_on(value):
     return said.getvalue()
 
 
+def rated(how):
+    """What is said of one number of each rank, from which the learning rate is computed, or a line of a log."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in run.epochs(3):
+            for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
+                run.step(F.cross_entropy(model(x), y))
+            own, seconds = 0.5 + 0.01 * run.progress.step, 0.25
+            if how == "gathered":
+                optimizer.param_groups[0]["lr"] = 0.1 * max(run.gather(own))
+            elif how == "mean":
+                optimizer.param_groups[0]["lr"] = 0.1 * run.mean(own)
+            else:
+                run.say(f"slowest: {max(run.gather(seconds))}")
+    return said.getvalue()
+
+
 def refusal(function, *args):
     try:
         function(*args)
@@ -207,3 +226,12 @@ def test_what_one_evaluation_fills_another_may_measure_with():
     (on_one,) = on_world(1, [(scored_twice,)])
     (on_two,) = on_world(2, [(scored_twice,)])
     assert on_two == on_one * 2
+
+
+def test_one_number_of_each_rank_is_told_where_the_training_is_computed_from_it():
+    told = "brings together one number of each rank, and what is written into optimizer.param_groups is computed from"
+    ways = ("gathered", "mean", "logged")
+    for how, (first, other) in zip(ways, on_world(2, [(rated, how) for how in ways]), strict=True):
+        assert first.count(told) == (how != "logged"), how
+        assert "last digits" not in first
+        assert told not in other

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from datetime import date, datetime
+from pathlib import PurePath
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final, Literal
 
@@ -73,14 +74,11 @@ _OF_RANKS: Final = {"rank", "world_size"}
 _SAMPLE: Final = "a sample"
 _LATER_SAMPLE: Final = "a sample of a later pass"
 UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
-
-
 _CONTAINERS: Final = (list, dict, set, deque)
 #: What is made of what its methods are given; a log or a progress bar is not.
 _FILLED: Final = (*_CONTAINERS, torch.Tensor, np.ndarray)
 #: Methods that return None, if they are a container's.
 _GIVE_NOTHING: Final = {("add",), ("update",)}
-
 
 _Key = tuple[CodeType, tuple[int, ...], bool]
 """A function, the objects that it is called with, and whether a body does that."""
@@ -287,6 +285,8 @@ class InputFollower:
 
         Where each rank gives its own last micro-batch, other numbers of ranks have other values: that is noted.
         """
+        if given.kind in NOTED:
+            self.found.asked.setdefault(f"{PurePath(context.code.co_filename).name}:{call.line}", given.what)
         is_of_body = given.kind in NOTED and context.covers(call.line)
         if path.attributes[-1] in OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
             self._note_carried(

@@ -58,6 +58,7 @@ class TrainingInputs:
     met: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: made of what ranks bring together
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)

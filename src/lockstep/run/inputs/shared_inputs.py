@@ -190,6 +190,14 @@ class SharedInputs:
             held |= inputs.rebound(owner_of).held_alone()
         return held
 
+    def asked_at(self, place: str) -> str | None:
+        """What the training computes from a call of `Run` at ``place``, a file and line; "" for nothing.
+
+        None where the training has not been read yet.
+        """
+        read = [one for one in (self._inputs, *self._known.values()) if one is not None]
+        return next((one.asked[place] for one in read if place in one.asked), "" if read else None)
+
     def held(self) -> Held:
         """The values of the inputs now, in a body."""
         return {} if self._inputs is None else self._inputs.held()

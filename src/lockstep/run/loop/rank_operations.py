@@ -37,6 +37,7 @@ class RankOperations:
         metrics: know the micro-batches of the step.
         before: called before each of them.
         warn: tells the user something, once.
+        used_for: what the training computes from a call at a place; "" for nothing, None where that is not known.
         serving: the strategy, if some ranks serve others under it.
     """
 
@@ -47,13 +48,15 @@ class RankOperations:
         metrics: PassMetrics,
         before: Callable[[], None],
         warn: Callable[[str], None],
+        used_for: Callable[[str], str | None],
         serving: str | None = None,
     ) -> None:
         self._group: Final = group
         self._serving: Final = serving
         self._agree: Final = before
         self._warn: Final = warn
-        self._told: Final[set[str]] = set()  # where sums of numbers that are not whole, or broadcasts, were looked at
+        self._used_for: Final = used_for
+        self._told: Final[set[str]] = set()  # calls of which the user was told, and broadcasts that were looked at
         self._world: Final = world
         self._metrics: Final = metrics
         self._leader_firsts = 0
@@ -64,7 +67,9 @@ class RankOperations:
 
     def mean(self, value: T) -> T:
         """The mean over ranks of a number or a tensor, each rank counting once; the same bits on each. Collective."""
-        total = self._reduce(value, f"mean at {_caller()}")
+        what = f"mean at {_caller()}"
+        self._tell_parts(value, what)
+        total = self._reduce(value, what)
         return cast(T, total / self._group.size)  # type: ignore[operator]
 
     def gather(self, value: T) -> list[T]:
@@ -75,7 +80,9 @@ class RankOperations:
         self._before("gather")
         bodies, asked = self._metrics.bodies(value), self._metrics.asked_counts
         indices = _indices(value, bodies, asked) if bodies else None
-        gathered = self._group.gather_objects((value, indices), f"gather at {_caller()}")
+        what = f"gather at {_caller()}"
+        gathered = self._group.gather_objects((value, indices), what)
+        self._tell_parts(value, what)
         if bodies and all(each is not None for _, each in gathered):
             of = bodies[-1][0].of
             return cast(list[T], in_order(cast(list[tuple[list[Any], list[int | None]]], gathered), of))
@@ -130,14 +137,27 @@ class RankOperations:
         self._agree()
 
     def _tell_other_numbers(self, by_rank: Sequence[tuple[int, str] | None], what: str) -> None:
-        first = by_rank[0]
+        first, used_for = by_rank[0], self._used_for(_place(what))
         other = next((rank for rank, own in enumerate(by_rank) if own is not None and own != first), None)
-        if self._group.leads and first is not None and other is not None:
+        if self._group.leads and first is not None and other is not None and used_for != "":
+            computed = f", and {used_for} is computed from it" if used_for else ""
             self._warn(
                 f"run.{what}: rank 0 gives {first[1]}, and rank {other} another one. A value that rank 0 has from its "
-                "own micro-batches depends on the number of ranks, and so does a training that computes with it: bring "
-                "the parts of all ranks together by run.sum(...) or run.gather(...). A value that rank 0 alone knows "
-                "is given as run.broadcast(value if run.leads else None)"
+                f"own micro-batches depends on the number of ranks{computed}: bring the parts of all ranks together by "
+                "run.sum(...) or run.gather(...). A value that rank 0 alone knows is given as "
+                "run.broadcast(value if run.leads else None)"
+            )
+
+    def _tell_parts(self, value: object, what: str) -> None:
+        """Tell of one number of each rank, if the training is computed from these."""
+        is_one = _is_fractional(value) and (isinstance(value, float) or getattr(value, "ndim", 1) == 0)
+        used_for = self._used_for(_place(what)) if is_one else ""
+        if used_for and what not in self._told and self._group.size > 1 and self._group.leads:
+            self._told.add(what)
+            self._warn(
+                f"run.{what} brings together one number of each rank, and {used_for} is computed from these: which "
+                "samples a number is of depends on the number of ranks. Give the samples' values to run.measure(...), "
+                "whose means are the same on any number of ranks, and read run.metrics"
             )
 
     def _reduce(self, value: T, what: str) -> T:
@@ -244,6 +264,10 @@ def _length(item: object) -> int | None:
     while isinstance(item, Mapping | tuple | list) and item:
         item = next(iter(item.values() if isinstance(item, Mapping) else item))
     return len(item) if isinstance(item, torch.Tensor | np.ndarray) and item.ndim else None
+
+
+def _place(what: str) -> str:
+    return what.rpartition(" ")[2]
 
 
 def _caller() -> str:

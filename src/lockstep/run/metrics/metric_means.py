@@ -406,5 +406,5 @@ def explain_missing(error: BaseException, metrics: Mapping[str, float]) -> str:
     there = f"run.metrics has {', '.join(metrics)}" if metrics else "nothing is in run.metrics yet"
     return (
         f"{there}; {name} is there from the end of the loop of run.train(...) or run.evaluate(...) in which "
-        f"run.measure({name}=...) measures it"
+        f"run.measure({name}=...) measures it; a loop that is left by break has no means"
     )
