@@ -16,7 +16,7 @@ from lockstep.testing import run_ranks
 PEER_TIMEOUT_S = "30"
 # Of the bodies that a run's first step tries again: each of its micro-batches twice. All of them are most of the time
 # of a run of a few steps: tests of these bodies themselves use `on_world_trying_all`, and `make campaign` tries all.
-TRIED = replay_series.MOST if "LOCKSTEP_CAMPAIGN" in os.environ else 8
+TRIED = replay_series.MOST if "LOCKSTEP_CAMPAIGN" in os.environ else 4
 
 
 def in_turn(calls, tried=TRIED):
