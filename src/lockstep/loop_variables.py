@@ -8,12 +8,14 @@ for x, y in batches:
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 _READ_ALL: Final = {"locals", "globals", "vars", "dir", "eval", "exec"}
+_SCOPES: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 #: What reads variables of the function around it whenever it is called or gone through.
-_LATER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
+_LATER: Final = (*_SCOPES, ast.GeneratorExp)
 
 
 def fresh_variables(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
@@ -24,29 +26,47 @@ def fresh_variables(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
 
 
 def dead_at(function: ast.AST, line: int) -> frozenset[str]:
-    """The variables of a function or module that are set before they are read, whatever runs from ``line`` on.
+    """The variables of a function or module that no line reads any more before it sets them, from ``line`` on.
 
     for epoch in epochs:
-        guess = model(x)                guess    is set again before it is read
-        labels.copy_(guess)
-        for x, y in batches:            line     in a call here
+        guess = model(x)                guess    a statement of the turn sets it, and all that names it
+        labels.copy_(guess)                      stands between that and the line
+        for x, y in batches:            line
 
-    Variables that functions within it read are none of these, nor are any where ``locals()`` or the like may read all.
-    A statement that holds the line counts as not begun.
+    Others may be dead, too: nothing is concluded from the ways on which statements run, and nothing where ``locals()``
+    or the like may read all variables.
     """
-    if not _loaded([function]).isdisjoint(_READ_ALL):
+    named = _named([function])
+    if not named.keys().isdisjoint(_READ_ALL):
         return frozenset()
-    alive = _loaded(node for node in ast.walk(function) if node is not function and isinstance(node, _LATER))
+    dead: set[str] = set()
     block: Sequence[ast.stmt] = getattr(function, "body", ())
-    while block:
-        place = next((n for n, node in enumerate(block) if _holds([node], line)), None)
-        if place is None:
-            return frozenset()
-        node, after = block[place], block[place + 1 :]
+    of_loop = False
+    while place := next((n for n, node in enumerate(block, 1) if _holds([node], line)), 0):
+        for number, node in enumerate(block[: place - 1] if of_loop else ()):
+            if isinstance(node, ast.Assign) and all(isinstance(each, ast.Name | ast.Tuple) for each in node.targets):
+                begun = _named(node.targets) + _named(block[number + 1 : place - 1])
+                later = _named(part for each in block[number + 1 : place - 1] for part in _run_later(each))
+                dead.update(v for v in stored(node.targets) if named[v] == begun[v] and v not in later)
+        node = block[place - 1]
         block = next((inner for inner in _blocks(node) if _holds(inner, line)), ())
-        is_over = block and isinstance(node, ast.With | ast.AsyncWith | ast.If)  # but for what remains of the block
-        alive |= _exposed(() if is_over else [node], set())[0] | _exposed(after, set())[0]
-    return frozenset(stored([function]) - alive)
+        of_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While) and block is node.body
+    return frozenset(dead)
+
+
+def _named(nodes: Iterable[ast.AST]) -> Counter[str]:
+    """How often nodes name each variable, in whatever way: also as a text of its own, such as of an `except`."""
+    parts = (part for node in nodes for part in ast.walk(node))
+    fields = (field for part in parts for _, value in ast.iter_fields(part) for field in _listed(value))
+    return Counter(field for field in fields if isinstance(field, str))
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list) else (value,)
+
+
+def _run_later(node: ast.AST) -> Iterator[ast.AST]:
+    return (part for part in ast.walk(node) if isinstance(part, _LATER))
 
 
 def _blocks(node: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
@@ -60,9 +80,24 @@ def _holds(block: Sequence[ast.stmt], line: int) -> bool:
 
 
 def stored(nodes: Iterable[ast.AST]) -> set[str]:
-    """The variables that are set anywhere in these."""
-    names = (name for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name))
-    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    """The variables that are set anywhere in these, but for those of functions, classes and comprehensions in them."""
+    found: set[str] = set()
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.comprehension(iter=items, ifs=tests):
+                found |= stored([items, *tests])
+            case _ if not isinstance(node, _SCOPES):
+                found |= stored(ast.iter_child_nodes(node))
+    return found
+
+
+def _surely_stored(node: ast.AST) -> set[str]:
+    """The variables that a statement without blocks sets, but for those that an expression sets sometimes."""
+    inner = (part for part in ast.walk(node) if isinstance(part, ast.BoolOp | ast.IfExp | ast.comprehension))
+    walrus = (part for each in inner for part in ast.walk(each) if isinstance(part, ast.NamedExpr))
+    return stored([node]) - stored(part.target for part in walrus)
 
 
 def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
@@ -73,6 +108,7 @@ def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
         elif node is not None:
             parts = getattr(node, "generators", ())  # of a comprehension, whose variables are its own
             found |= _loaded(ast.iter_child_nodes(node)) - stored(part.target for part in parts)
+            found |= _loaded(part.iter for part in parts[:1])
     return found
 
 
@@ -90,10 +126,11 @@ def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str],
     done = set(given)
     for node in statements:
         blocks: list[Sequence[ast.stmt]] = []  # of which one is gone through
+        before = set(done)
         match node:
             case ast.Assign(value=value) | ast.AnnAssign(value=value):
                 exposed |= _loaded([node]) - done
-                done |= stored([node]) if value is not None else set()
+                done |= _surely_stored(node) if value is not None else set()
             case ast.AugAssign(target=target):
                 exposed |= (_loaded([node]) | stored([target])) - done
                 done |= stored([target])
@@ -101,7 +138,7 @@ def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str],
                 exposed |= _loaded([test]) - done
                 blocks = [body, orelse]
             case ast.Match(subject=subject, cases=cases):
-                exposed |= _loaded([subject]) - done
+                exposed |= _loaded([subject, *(part for case in cases for part in (case.pattern, case.guard))]) - done
                 blocks = [*(case.body for case in cases), []]
             case ast.For(target=target, iter=items) | ast.AsyncFor(target=target, iter=items):
                 exposed |= _loaded([items]) - done
@@ -112,19 +149,20 @@ def _exposed(statements: Sequence[ast.stmt], given: set[str]) -> tuple[set[str],
                 exposed |= _loaded(one.context_expr for one in managers) - done
                 done |= stored(one.optional_vars for one in managers if one.optional_vars is not None)
                 inner, after = _exposed(body, done)
-                exposed, done = exposed | inner, done | (after or set())
+                is_all = not any("suppress" in ast.unparse(one.context_expr) for one in managers)
+                exposed, done = exposed | inner, done | ((after or set()) if is_all else set())
             case ast.Try() | ast.TryStar():
                 blocks = [[*node.body, *node.orelse], *(handler.body for handler in node.handlers)]
             case ast.Break() | ast.Continue() | ast.Return() | ast.Raise():
                 return exposed | (_loaded([node]) - done), None
             case _:
                 exposed |= _loaded([node]) - done
-                done |= stored([node])
+                done |= _surely_stored(node)
         ways = [_exposed(block, done) for block in blocks]
         exposed |= {name for inner, _ in ways for name in inner}
         ends = [after for _, after in ways if after is not None]
         if ends:
             done = set.intersection(*ends)
         if isinstance(node, ast.Try | ast.TryStar):
-            exposed |= _exposed(node.finalbody, done)[0]
+            exposed |= _exposed(node.finalbody, before)[0]
     return exposed, done

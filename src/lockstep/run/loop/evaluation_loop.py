@@ -55,7 +55,7 @@ class EvaluationLoop:
         self._save_stop: Final = context.save_stop
         self._called: Final[
             dict[str, torch.Tensor]
-        ] = {}  # checksums of other modules' tensors, see `BesideModules.noting`
+        ] = {}  # checksums of other modules' parameters, see `BesideModules.noting`
         self._said_put_back = False  # of buffers that moved in an evaluation
         self._read: Final[set[tuple[CodeType, ...]]] = set()  # the running functions of each loop whose source was read
 

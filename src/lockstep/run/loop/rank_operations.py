@@ -97,7 +97,8 @@ class RankOperations:
         what = f"broadcast at {_caller()}"
         if self._group.size > 1 and what not in self._told:
             self._told.add(what)
-            self._tell_other_numbers(self._group.gather_objects(_numbers_in(value), what), what)
+            whole = bool(self._used_for(_place(what)))  # a seed or a port is no number that is computed
+            self._tell_other_numbers(self._group.gather_objects(_numbers_in(value, whole=whole), what), what)
         return self._group.broadcast_object(value, what)
 
     def barrier(self) -> None:
@@ -150,9 +151,10 @@ class RankOperations:
 
     def _tell_parts(self, value: object, what: str) -> None:
         """Tell of one number of each rank, if the training is computed from these."""
-        is_one = _is_fractional(value) and (isinstance(value, float) or getattr(value, "ndim", 1) == 0)
-        used_for = self._used_for(_place(what)) if is_one else ""
-        if used_for and what not in self._told and self._group.size > 1 and self._group.leads:
+        is_one = isinstance(value, float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+        if not is_one or what in self._told or self._group.size == 1 or not self._group.leads:
+            return
+        if (used_for := self._used_for(_place(what))) and _is_fractional(value):
             self._told.add(what)
             self._warn(
                 f"run.{what} brings together one number of each rank, and {used_for} is computed from these: which "
@@ -188,13 +190,18 @@ class RankOperations:
         return cast(T, sum(self._group.gather_objects(value, what)))
 
 
-def _numbers_in(value: object) -> tuple[int, str] | None:
-    """A checksum of the floating-point numbers and tensors in ``value``, and the first in words; None for no such."""
-    given = [each for _, each in leaves(value) if _is_comparable(each)]
+def _numbers_in(value: object, *, whole: bool) -> tuple[int, str] | None:
+    """A checksum of the numbers and tensors in ``value``, and the first in words; None for no such.
+
+    Numbers of Python's that are ``whole`` count if asked for.
+    """
+    given = [each for _, each in leaves(value) if _is_comparable(each) or (whole and type(each) is int)]
     if not given:
         return None
     sums = checksums([torch.as_tensor(each) for each in given])
-    return zlib.crc32(repr(sums).encode()), f"{given[0]:.6g}" if isinstance(given[0], float) else "an array of numbers"
+    return zlib.crc32(repr(sums).encode()), f"{given[0]:.6g}" if isinstance(
+        given[0], int | float
+    ) else "an array of numbers"
 
 
 def _is_comparable(value: object) -> bool:

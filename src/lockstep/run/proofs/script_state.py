@@ -37,6 +37,7 @@ from lockstep.run.source.reachable import (
     script_frames,
     script_roots,
     tells_values,
+    variables_of,
 )
 from lockstep.run.source.source_reads import nodes_of
 from lockstep.run.state.registered import State
@@ -66,9 +67,9 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
     skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
     dead = {each: _dead_in(each) for each in script_frames(frame)}
-    own_dead = {id(each if each.f_locals is not each.f_globals else each.f_globals): dead[each] for each in dead}
     unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
     roots = {name: value for name, value in roots.items() if id(value) not in skip and name not in unread}
+    own_dead = {id(each if each.f_locals is not each.f_globals else each.f_globals): dead[each] for each in dead}
     marks: dict[str, Mark] = {}
     # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
     for name, value in roots.items():
@@ -96,10 +97,14 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
 
 
 def _dead_in(frame: FrameType) -> frozenset[str]:
-    """The variables of a running function that the function sets again before it reads them."""
-    code = frame.f_code
+    """The variables of a running function that it sets again before it reads them, of numbers, texts and tensors.
+
+    Objects may go on by other ways, such as in a hook. So may a tensor, whose holders are compared by their names.
+    """
+    code, variables = frame.f_code, variables_of(frame)
     function = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
-    return frozenset() if function is None else dead_at(function, frame.f_lineno)
+    names = () if function is None else dead_at(function, frame.f_lineno)
+    return frozenset(name for name in names if isinstance(variables.get(name), int | float | str | torch.Tensor))
 
 
 def _shown(mark: Mark) -> str:

@@ -53,7 +53,7 @@ def _changed_in_file(file: str) -> frozenset[str]:
             continue
         nodes = list(ast.walk(function))
         outer = {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
-        own = {node.arg for node in nodes if isinstance(node, ast.arg)} | stored([function])
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)} | stored(function.body)
         for node in nodes:
             found.update(_set_by(node, own - outer))
     return frozenset(found)

@@ -394,9 +394,10 @@ class BesideModules:
 
     @contextlib.contextmanager
     def noting(self, called: dict[str, torch.Tensor]) -> Iterator[None]:
-        """A context that adds a checksum of each tensor of the modules that are called there, when they are, by name.
+        """A context that adds, by name, checksums of the parameters of modules that are called there, when they are.
 
-        Only of tensors that hold their values themselves. Queues its work on the device, and does not wait.
+        Only of those that hold their values themselves; not of buffers, in which a metric may count. Queues its work on
+        the device, and does not wait.
         """
         known, names = self._known(), dict[nn.Module, str]()
 
@@ -404,7 +405,7 @@ class BesideModules:
             if module in known:
                 return
             known.add(module)
-            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            held = list(module.named_parameters(recurse=False))
             if held and not names:
                 names.update((module, f"{path}.{name}".strip(".")) for path, name, module in self._within_reach())
             whose = names.get(module, type(module).__name__)
