@@ -98,6 +98,11 @@ class Passes:
             cursor.site = site
         self._open = tuple(names)
 
+    @property
+    def open_pass(self) -> list[int | str]:
+        """What tells the pass that was begun or continued last from all others of the run."""
+        return [self.began, *self._open, *(self._cursors[name].number for name in self._open)]
+
     def _is_left(self, cursor: Cursor) -> bool:
         """Whether the pass was left by ``break`` in this turn; in `Run.steps`, passes go on in the next turn anyway."""
         return bool(cursor.step) and not cursor.complete and (self.loop != "steps" or cursor.site != "")

@@ -374,11 +374,12 @@ class TrainingLoop:
                 if step_is_done:
                     end_of_step.count(position.step_samples)
                     self._carried.step_is_done()
-                    end_of_step.finish()
-                    if position.audited and not train_step.audit.note_stored():
-                        end_of_step.compare_ranks()
-                    # Only now that the step is safe, since a rank may be gone.
-                    train_step.replays.compare_ranks()
+                    with end_of_step.proof.left_script:
+                        end_of_step.finish()
+                        if position.audited and not train_step.audit.note_stored():
+                            end_of_step.compare_ranks()
+                        # Only now that the step is safe, since a rank may be gone.
+                        train_step.replays.compare_ranks()
                     if context.emergency.notes and end_of_step.compares_next:
                         train_step.checks.note_point()
                 context.marker.set_phase("data")
