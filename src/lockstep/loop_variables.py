@@ -43,11 +43,12 @@ def dead_at(function: ast.AST, line: int) -> frozenset[str]:
     block: Sequence[ast.stmt] = getattr(function, "body", ())
     of_loop = False
     while place := next((n for n, node in enumerate(block, 1) if _holds([node], line)), 0):
-        for number, node in enumerate(block[: place - 1] if of_loop else ()):
+        for number, node in enumerate(block[: place - 1] if of_loop else (), 1):
             if isinstance(node, ast.Assign) and all(isinstance(each, ast.Name | ast.Tuple) for each in node.targets):
-                begun = _named(node.targets) + _named(block[number + 1 : place - 1])
-                later = _named(part for each in block[number + 1 : place - 1] for part in _run_later(each))
-                dead.update(v for v in stored(node.targets) if named[v] == begun[v] and v not in later)
+                between = block[number : place - 1]
+                here = _named([*node.targets, *between])
+                later = _named(part for each in between for part in ast.walk(each) if isinstance(part, _LATER))
+                dead.update(v for v in stored(node.targets) if named[v] == here[v] and v not in later)
         node = block[place - 1]
         block = next((inner for inner in _blocks(node) if _holds(inner, line)), ())
         of_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While) and block is node.body
@@ -63,10 +64,6 @@ def _named(nodes: Iterable[ast.AST]) -> Counter[str]:
 
 def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else (value,)
-
-
-def _run_later(node: ast.AST) -> Iterator[ast.AST]:
-    return (part for part in ast.walk(node) if isinstance(part, _LATER))
 
 
 def _blocks(node: ast.stmt) -> Iterator[Sequence[ast.stmt]]:

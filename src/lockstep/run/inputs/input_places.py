@@ -64,6 +64,16 @@ class TrainingInputs:
     _texts: Counter[str] = field(default_factory=Counter)
     _slots: set[tuple[int, str]] = field(default_factory=set)  # see `Place.slot`
 
+    @property
+    def _kinds(self) -> tuple[set[tuple[int, str, tuple[str, ...]]], ...]:
+        return self.anew, self.when_needed, self.of_bodies, self.filled, self.met
+
+    @property
+    def _lasting(self) -> dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]]:
+        """The places that neither tell of the last body only nor are made when needed."""
+        others = self.anew | self.when_needed
+        return {key: place for key, place in self.places.items() if key not in others}
+
     def note(self, place: Place, what: str) -> None:
         """Note that ``what`` is computed from ``place``; the second place with the same text gets a number."""
         if place.key not in self.places and place.slot not in self._slots:
@@ -85,11 +95,9 @@ class TrainingInputs:
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
-            found.anew |= {there.key} if key in self.anew else set()
-            found.when_needed |= {there.key} if key in self.when_needed else set()
-            found.of_bodies |= {there.key} if key in self.of_bodies else set()
-            found.filled |= {there.key} if key in self.filled else set()
-            found.met |= {there.key} if key in self.met else set()
+            for kind, same in zip(self._kinds, found._kinds, strict=True):
+                if key in kind:
+                    same.add(there.key)
             if key in self.made_with:
                 made = self.made_with[key]
                 found.made_with[there.key] = [each._replace(owner=owner_of(each.owner)) for each in made]
@@ -97,23 +105,15 @@ class TrainingInputs:
 
     def held_between(self) -> Held:
         """The same, without places that tell of the last body only or are made when needed."""
-        others = self.anew | self.when_needed
-        between = (place for key, place in self.places.items() if key not in others)
-        return held(between, self.skip, STATELESS)
+        return held(self._lasting.values(), self.skip, STATELESS)
 
     def may_change(self, names: Collection[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""
-        others = self.anew | self.when_needed
-        return [
-            (place, what)
-            for key, (place, what) in self.places.items()
-            if key not in others and (not place.attributes or place.attributes[-1] in names)
-        ]
+        return [each for each in self._lasting.values() if not each[0].attributes or each[0].attributes[-1] in names]
 
     def held_alone(self) -> Held:
         """As `held_between`, the places themselves that are made of no value that ranks have brought together."""
-        others = self.anew | self.when_needed | self.met
-        alone = (place for key, place in self.places.items() if key not in others)
+        alone = (place for key, place in self._lasting.items() if key not in self.met)
         return self.themselves(held(alone, self.skip, STATELESS))
 
     def held_of_bodies(self) -> Held:

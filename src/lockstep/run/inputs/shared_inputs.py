@@ -34,6 +34,7 @@ from lockstep.run.source.reachable import (
     size_of,
     tells_values,
 )
+from lockstep.run.source.script_functions import PLAIN
 from lockstep.run.source.script_places import Held, Place, changed_since, values_at
 from lockstep.run.state.registered import State
 
@@ -61,7 +62,6 @@ class _Item(NamedTuple):
     stays: bool = False  #: whether another body has left the item as it was
 
 
-_NUMBERS_AND_TEXTS: Final = {int, float, bool, str, type(None)}
 _STAYS: Final = Mark(0, "", "made once")  # equal on all ranks: then the values there must be
 
 
@@ -74,6 +74,7 @@ class _Function(NamedTuple):
     """Stands for a function that was running, as the owner of a variable, after its loop was left."""
 
     number: int
+    code: CodeType
 
 
 def _loop_around(frame: FrameType) -> _Loop:
@@ -182,12 +183,9 @@ class SharedInputs:
         """What the loops that were left have computed with, as far as functions hold it that are running."""
         frames = {each.f_code: each for each in script_frames(frame)}
         held: dict[str, tuple[Mark, str]] = {}
-        for codes, inputs in self._known.items():
-
-            def owner_of(owner: object, codes: tuple[CodeType, ...] = codes) -> object:
-                return frames.get(codes[owner.number], owner) if type(owner) is _Function else owner
-
-            held |= inputs.rebound(owner_of).held_alone()
+        for inputs in self._known.values():
+            here = inputs.rebound(lambda owner: frames.get(owner.code, owner) if type(owner) is _Function else owner)
+            held |= here.held_alone()
         return held
 
     def asked_at(self, place: str) -> str | None:
@@ -228,9 +226,9 @@ class SharedInputs:
         """Note numbers and texts among the inputs that have changed since the last step. Takes some microseconds."""
         for place, what, value in values_at(self._watched):
             name = place.text
-            if type(value) in _NUMBERS_AND_TEXTS and value != self._newest.setdefault(name, value):
+            if type(value) in PLAIN and value != self._newest.setdefault(name, value):
                 self._newest[name] = value
-                before = self._histories[name][1] if name in self._histories else 0
+                _, before = self._histories.get(name, ("", 0))
                 self._histories[name] = what, zlib.crc32(repr((step, value)).encode(), before)
 
     def between_bodies(self) -> dict[str, Since]:
@@ -241,7 +239,7 @@ class SharedInputs:
         """Note the inputs as the loop is left, without keeping its functions' variables alive."""
         if self._inputs is not None:
             self._left = self._since(self._inputs)
-            functions = {id(frame): _Function(number) for number, frame in enumerate(self._frames)}
+            functions = {id(each): _Function(number, each.f_code) for number, each in enumerate(self._frames)}
             codes = tuple(frame.f_code for frame in self._frames)
             self._known[codes] = self._inputs.rebound(lambda owner: functions.get(id(owner), owner))
         self._inputs, self._frames, self._watched, self._began, self._before_body = None, [], [], {}, None
@@ -254,12 +252,9 @@ class SharedInputs:
             self._first.setdefault(name, mark)
 
     def _watch(self, inputs: TrainingInputs) -> None:
-        self._watched = [
-            (place, what)
-            for place, what, value in values_at(inputs.may_change(changed_names()))
-            if type(value) in _NUMBERS_AND_TEXTS
-        ]
-        self._newest.update((place.text, value) for place, _, value in values_at(self._watched))
+        found = [each for each in values_at(inputs.may_change(changed_names())) if type(each[2]) in PLAIN]
+        self._watched = [(place, what) for place, what, _ in found]
+        self._newest.update((place.text, value) for place, _, value in found)
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         if not self._several:

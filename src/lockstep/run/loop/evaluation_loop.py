@@ -53,9 +53,6 @@ class EvaluationLoop:
         self._position: Final = context.position
         self._metrics: Final = context.metrics
         self._save_stop: Final = context.save_stop
-        self._called: Final[
-            dict[str, torch.Tensor]
-        ] = {}  # checksums of other modules' parameters, see `BesideModules.noting`
         self._said_put_back = False  # of buffers that moved in an evaluation
         self._read: Final[set[tuple[CodeType, ...]]] = set()  # the running functions of each loop whose source was read
 
@@ -75,16 +72,17 @@ class EvaluationLoop:
         # Where a step's end is still to come, decisions to save or stop wait for that end: a run stops where a resume
         # can go on.
         waits = self._end_of_step.waits
+        called: dict[str, torch.Tensor] = {}
         with self._evaluation_mode(in_body=in_body):
             self._end_of_step.show("evaluating")
             try:
-                yield from self._micro_batches(loader, may_leave_early=not waits)
+                yield from self._micro_batches(loader, called, may_leave_early=not waits)
             except GeneratorExit:
                 self._context.leaves.leave("left the loop over run.evaluate(...)", self._position.progress.step)
                 raise
         if self._context.directory and not waits:
             self._end_of_step.carry_out(self._save_stop.after_evaluation())
-        self._snapshot.compare_called(self._called)
+        self._snapshot.compare_called(called)
         self._position.set_metrics(self._metrics.evaluate.reduce(self._context.group), keep_after=-1)
         if in_body:
             self._position.evaluations_done = self._position.evaluations
@@ -135,12 +133,14 @@ class EvaluationLoop:
             if in_body:
                 self._train_step.checks.note_buffers()
 
-    def _micro_batches(self, loader: MicroBatchLoader, *, may_leave_early: bool) -> Generator[Data]:
+    def _micro_batches(
+        self, loader: MicroBatchLoader, called: dict[str, torch.Tensor], *, may_leave_early: bool
+    ) -> Generator[Data]:
+        """Hand out the micro-batches; ``called`` gets checksums of other modules, see `BesideModules.noting`."""
         context, position = self._context, self._position
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
-        self._called.clear()
         if context.settings.replay:
             context.inputs.evaluation_begins(sys._getframe())
         with context.strategy.evaluating(), self._buffers() as buffers:
@@ -154,7 +154,7 @@ class EvaluationLoop:
                 looks = number == 0 and context.settings.replay
                 if looks:
                     context.inputs.body_begins(sys._getframe())
-                noting = self._state.beside.noting(self._called) if looks else contextlib.nullcontext()
+                noting = self._state.beside.noting(called) if looks else contextlib.nullcontext()
                 with torch.no_grad(), context.precision.forward(), noting:
                     yield data
                 context.inputs.body_ended(sys._getframe())

@@ -97,8 +97,10 @@ class RankOperations:
         what = f"broadcast at {_caller()}"
         if self._group.size > 1 and what not in self._told:
             self._told.add(what)
-            whole = bool(self._used_for(_place(what)))  # a seed or a port is no number that is computed
-            self._tell_other_numbers(self._group.gather_objects(_numbers_in(value, whole=whole), what), what)
+            used_for = self._used_for(_place(what))
+            # A seed or a port is no number that is computed.
+            own = _numbers_in(value, whole=bool(used_for))
+            self._tell_other_numbers(self._group.gather_objects(own, what), what, used_for)
         return self._group.broadcast_object(value, what)
 
     def barrier(self) -> None:
@@ -137,8 +139,8 @@ class RankOperations:
             )
         self._agree()
 
-    def _tell_other_numbers(self, by_rank: Sequence[tuple[int, str] | None], what: str) -> None:
-        first, used_for = by_rank[0], self._used_for(_place(what))
+    def _tell_other_numbers(self, by_rank: Sequence[tuple[int, str] | None], what: str, used_for: str | None) -> None:
+        first = by_rank[0]
         other = next((rank for rank, own in enumerate(by_rank) if own is not None and own != first), None)
         if self._group.leads and first is not None and other is not None and used_for != "":
             computed = f", and {used_for} is computed from it" if used_for else ""

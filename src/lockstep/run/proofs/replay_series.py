@@ -50,7 +50,7 @@ from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_functions import is_ours, is_run
 from lockstep.run.source.script_places import attribute_of
 from lockstep.run.source.source_paths import path_of, within
-from lockstep.run.source.source_reads import nodes_of
+from lockstep.run.source.source_reads import node_of
 from lockstep.strategies import LossStrategy, ServerStrategy
 from lockstep.torch_private import pytree
 
@@ -227,7 +227,7 @@ def loop_body(frame: FrameType | None) -> Callable[[Data], None] | None:
     script = next(iter(script_frames(frame)), None)
     if script is None or script.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE):
         return None
-    function = nodes_of(script.f_code.co_filename).get((script.f_code.co_name, script.f_code.co_firstlineno))
+    function = node_of(script.f_code)
     if function is None:
         return None
     loop = next((node for node in within(function) if _waits_at(node, script.f_lineno)), None)

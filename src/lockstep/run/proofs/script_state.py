@@ -39,7 +39,7 @@ from lockstep.run.source.reachable import (
     tells_values,
     variables_of,
 )
-from lockstep.run.source.source_reads import nodes_of
+from lockstep.run.source.source_reads import node_of
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue
 
@@ -69,7 +69,8 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     dead = {each: _dead_in(each) for each in script_frames(frame)}
     unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
     roots = {name: value for name, value in roots.items() if id(value) not in skip and name not in unread}
-    own_dead = {id(each if each.f_locals is not each.f_globals else each.f_globals): dead[each] for each in dead}
+    # Of a module's own lines, the variables are the module's.
+    own_dead = {id(each.f_globals if each.f_code.co_name == "<module>" else each): dead[each] for each in dead}
     marks: dict[str, Mark] = {}
     # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
     for name, value in roots.items():
@@ -101,8 +102,7 @@ def _dead_in(frame: FrameType) -> frozenset[str]:
 
     Objects may go on by other ways, such as in a hook. So may a tensor, whose holders are compared by their names.
     """
-    code, variables = frame.f_code, variables_of(frame)
-    function = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+    function, variables = node_of(frame.f_code), variables_of(frame)
     names = () if function is None else dead_at(function, frame.f_lineno)
     return frozenset(name for name in names if isinstance(variables.get(name), int | float | str | torch.Tensor))
 

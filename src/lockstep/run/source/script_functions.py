@@ -31,7 +31,8 @@ from lockstep.run.source.source_reads import (
     reads_of,
 )
 
-_PLAIN: Final = (bool, int, float, str, type(None))
+#: Types of numbers and texts.
+PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class Argument(NamedTuple):
@@ -122,7 +123,7 @@ class Context:
         value = self.value_of(path)
         is_own = self.frame is None and (path.root in self.reads.set_from or path.root in self.reads.outer)
         is_settled = not is_own and self.unsettled.isdisjoint((path.root, *path.attributes))
-        return value if is_settled and type(value) in _PLAIN else UNKNOWN
+        return value if is_settled and type(value) in PLAIN else UNKNOWN
 
     def place_of(self, path: Path) -> Place | None:
         """The place of a path, if known and outliving a body."""
@@ -178,7 +179,7 @@ class Context:
     def text_of(self, text: Text) -> object:
         """The whole text, if all parts are known; else `NOTHING`."""
         values = [part if isinstance(part, str) else self.value_of(part) for part in text.parts]
-        return "".join(map(str, values)) if all(type(value) in _PLAIN for value in values) else NOTHING
+        return "".join(map(str, values)) if all(type(value) in PLAIN for value in values) else NOTHING
 
     def is_loop_variable(self, name: str) -> bool:
         """Whether ``name`` is a variable of these lines' own that a loop sets to one item after the other."""
@@ -316,7 +317,7 @@ def _argument(context: Context, part: tuple[Read, ...]) -> Argument:
     if len(part) == 1 and isinstance(part[0], Path):
         value = context.value_of(part[0])
         stays = bool(part[0].attributes) or len(context.reads.bound_to.get(part[0].root, ())) < 2
-        if type(value) in _PLAIN and context.settled_value(part[0]) is UNKNOWN:
+        if type(value) in PLAIN and context.settled_value(part[0]) is UNKNOWN:
             value = NOTHING
     elif len(part) == 1 and isinstance(part[0], Text):
         value = context.text_of(part[0])

@@ -193,7 +193,7 @@ class Reads:
 @functools.lru_cache(maxsize=512)
 def reads_of(code: CodeType) -> Reads | None:
     """The reads of the function with this ``code``; None if the source cannot be read."""
-    node = nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
+    node = node_of(code)
     if node is None:
         return None
     reader = _Reader(yields=any(isinstance(one, ast.Yield | ast.YieldFrom) for one in within(node)))
@@ -222,6 +222,11 @@ def nodes_of(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             found[node.name, first] = node
     return found
+
+
+def node_of(code: CodeType) -> _Function | ast.Module | None:
+    """The function of its source file that has the ``code``; None where the source is not known."""
+    return nodes_of(code.co_filename).get((code.co_name, code.co_firstlineno))
 
 
 class _Reader:
