@@ -287,6 +287,13 @@ def next_generation(run_dir: Path) -> int:
     return len(_generations(run_dir))
 
 
+def _is_of_settling(path: Path) -> bool:
+    """Whether `settle` makes ``path`` before it writes `RUN_FILE`: a launcher may be killed between both."""
+    if path.name == "logs":
+        return path.is_dir() and not any(path.iterdir())
+    return path.name == _LOCK or (path.name.startswith(".") and RUN_FILE in path.name)
+
+
 def note_refused(job: Job) -> None:
     """Record that the run was refused before its first step, so that its directory can be used as if it were empty."""
     if about_run(job.run_dir) is not None:
@@ -365,7 +372,7 @@ def _run_dir(
     run_dir, spelt = Path(request.run_dir).absolute(), request.spelt("--run-dir", request.run_dir)
     if run_dir.exists() and not run_dir.is_dir():
         raise SettingError(f"{spelt} is a file; give a directory")
-    held = [path for path in run_dir.iterdir() if path.name != _LOCK] if run_dir.exists() else []
+    held = [path for path in run_dir.iterdir() if not _is_of_settling(path)] if run_dir.exists() else []
     trained = any(path.name in ("metrics.jsonl", "checkpoints") for path in held)
     if not trained and _was_refused(about_run(run_dir)):
         held = []
