@@ -791,9 +791,9 @@ class Run:
     def gather(self, value: T) -> list[T]:
         """Each rank's ``value``, by rank; anything that can be pickled. Collective.
 
-        Where `step` has returned True, lists with a tensor for each micro-batch of the step are sorted by micro-batch,
-        and tensors of micro-batches that do not count are left out. So the lists, one after another, are in the order
-        of micro-batches under every strategy, as if each rank had neighbouring micro-batches.
+        Where `step` has returned True, lists to which each micro-batch of the step has added the same number of items
+        are sorted by micro-batch, and items of micro-batches that do not count are left out. So the lists, one after
+        another, are in the order of micro-batches under every strategy, as if each rank had neighbouring ones.
         """
         return self._ranks.gather(value)
 

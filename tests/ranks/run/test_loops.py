@@ -28,7 +28,8 @@ class Training:
     """A model and its data; ``end`` is the step in whose body the run dies, or is asked to stop."""
 
     def __init__(self, run, end):
-        self.run, self.end, self.evaluations = run, end, 0
+        self.run, self.end = run, end
+        run.keep(evaluations=0)
         self.module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 1))
         self.model = run.model(self.module)
         self.optimizer = run.optimizer(torch.optim.AdamW(self.model.parameters(), lr=0.05))
@@ -50,8 +51,8 @@ class Training:
             noise = torch.rand(len(batch))  # as where a model draws in evaluation
             self.run.measure(held=self.model(batch).squeeze(1), noise=noise)
         self.run.log(held=self.run.metrics["held"], noise=self.run.metrics["noise"])
-        self.evaluations += 1
-        if self.end == ("evaluated", self.evaluations):
+        self.run.kept.evaluations += 1
+        if self.end == ("evaluated", self.run.kept.evaluations):
             self.run._context.checkpointer._checkpoints.wait()
             raise Die
 

@@ -59,6 +59,37 @@ def test_gather_gives_the_order_of_micro_batches_on_any_world(world, strategies)
             assert torch.equal(torch.cat(told), torch.cat([whole, whole]))
 
 
+def gathered_numbers(strategy, asks):
+    """What `Run.gather` gives of numbers of the micro-batches, and of other numbers."""
+    with Run(strategy=strategy) as run:
+        model = run.model(nn.Linear(3, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own, floats, told, others = {}, [], [], []
+        for _ in run.epochs(2):
+            for (x,) in run.train(run.loader((X,), shuffle=False, **SIZES)):
+                if not asks or run.counts:
+                    own.setdefault("sums", []).append(x.sum())
+                    floats.append(x[0, 0].item())
+                if run.step(model(x).square().mean()):
+                    told += [[one.item() for part in run.gather(own["sums"]) for one in part]]
+                    told += [[one for part in run.gather(floats) for one in part]]
+                    others.append([part[0] for part in run.gather([float(run.rank), 0.5])])
+                    own["sums"].clear()
+                    floats = []
+        return told, others
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "fsdp"), (3, "fsdp"), (4, "hsdp:shard=2")])
+def test_numbers_come_in_the_order_of_micro_batches_too(world, strategy):
+    parts = X.split(2)
+    steps = [parts[first : first + 4] for first in range(0, 11, 4)] * 2
+    whole = [[f(x) for x in step] for step in steps for f in (lambda x: x.sum().item(), lambda x: x[0, 0].item())]
+    for results in on_world(world, [(gathered_numbers, strategy, asks) for asks in (True, False)]):
+        for told, others in results:
+            assert told == whole
+            assert others == [[float(rank) for rank in range(world)]] * len(steps)
+
+
 def gathers_others():
     """Lists that hold no samples of micro-batches stay as they are, also in steps with padding."""
     with Run(strategy="fsdp") as run:

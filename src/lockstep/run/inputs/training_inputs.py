@@ -57,6 +57,8 @@ _PARTS: Final = {
     ("items",),
     ("__iter__",),  # as of `for group in optimizer.param_groups`, also before the loop has run
 }
+#: Methods of models and optimizers that change nothing; a change of what they give is another call.
+_READS: Final = {"named_parameters", "parameters", "named_buffers", "buffers", "named_modules", "modules", "state_dict"}
 _HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
@@ -263,7 +265,7 @@ def _given_in(
     callees = callees_of(context, call)
     is_module = isinstance(path, Path) and is_of(context.value_of(path), nn.Module)
     writes = (
-        id(owner) in follower.trained
+        (id(owner) in follower.trained and method not in _READS)
         or (call.method == "step" and _is_scheduler(follower, context, call))
         or (is_torchs_change(context, call) and _is_given_trained(follower, context, call))
         or (in_place(call.method) and any(_is_of_trained(follower, context, each) for each in _changed_by(call)))

@@ -78,8 +78,8 @@ class RankOperations:
         Lists with what each micro-batch of the step has given come `in_order`.
         """
         self._before("gather")
-        bodies, asked = self._metrics.bodies(value), self._metrics.asked_counts
-        indices = _indices(value, bodies, asked) if bodies else None
+        bodies = self._metrics.bodies(value)
+        indices = self._indices(value) if bodies else None
         what = f"gather at {_caller()}"
         gathered = self._group.gather_objects((value, indices), what)
         self._tell_parts(value, what)
@@ -87,6 +87,13 @@ class RankOperations:
             of = bodies[-1][0].of
             return cast(list[T], in_order(cast(list[tuple[list[Any], list[int | None]]], gathered), of))
         return [value for value, _ in gathered]
+
+    def _indices(self, value: object) -> list[int | None] | None:
+        """The index of the micro-batch that has given each item of ``value``, see `_indices`."""
+        added = self._metrics.added_in(value)
+        if added is not None:
+            return [at.index if counts else None for at, counts in added]
+        return _indices(value, self._metrics.bodies(value), self._metrics.asked_counts)
 
     def broadcast(self, value: T) -> T:
         """The leader's value, on all ranks; any picklable object. Collective.
@@ -263,7 +270,8 @@ def _indices(
         placed = [body for body in chosen for _ in range(each)]
         if len(placed) != len(value) or rest or not each:
             continue
-        if all(not counts or _length(item) == at.samples for item, (at, counts) in zip(value, placed, strict=True)):
+        lengths = zip(map(_length, value), placed, strict=True)
+        if all(length == at.samples if counts else length is not None for length, (at, counts) in lengths):
             return [at.index if counts else None for at, counts in placed]
     return None
 

@@ -91,8 +91,9 @@ class TrainingLoop:
                 # epoch.
                 position.progress = position.progress.after_epoch()
                 position.begin_turn()
-                self._end_of_step.finish_turn()
-                self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
+                with self._end_of_step.proof.left_script:
+                    self._end_of_step.finish_turn()
+                    self._end_of_step.carry_out(self._save_stop.after_epoch(position.progress.epoch))
             passes.enter("none", position.progress.epoch)
         self._end_loop()
 
@@ -120,7 +121,8 @@ class TrainingLoop:
                         "run.train(loader)` in its loop, or leave that loop by break"
                     )
                 position.begin_turn()
-                self._end_of_step.finish_turn()
+                with self._end_of_step.proof.left_script:
+                    self._end_of_step.finish_turn()
             passes.enter("none", position.progress.epoch)
         self._end_loop()
 
@@ -148,11 +150,13 @@ class TrainingLoop:
             passes.loop = loop
         else:
             passes.enter(loop, self._position.progress.epoch)
+        self._end_of_step.proof.training_begins()
 
     def _begin_turn(self) -> None:
         self._loaders.begin_turn()
         if not self._start.resumes_within_turn:
             self._position.begin_turn()
+            self._end_of_step.proof.comes_to_pass()
 
     def _end_turn(self) -> None:
         """End a turn, as the script comes back to the outer loop."""
@@ -208,6 +212,7 @@ class TrainingLoop:
         if not data_loaders:
             raise UsageError("run.train(): give what run.loader(dataset, global_batch=...) returned")
         loaders = [self._loaders.find(each, "train") for each in data_loaders]
+        self._end_of_step.proof.training_begins()
         goes_on = self._start.resumes_within_turn
         if not self._open(loaders, site):
             return
@@ -292,7 +297,9 @@ class TrainingLoop:
             if not self._passes.is_open(names, site):
                 return False
             self._set_plan(loaders, names)
-            return not self._start.finish_resume()
+            was_left = self._start.finish_resume()
+            self._end_of_step.proof.comes_to_pass()
+            return not was_left
         may_take_up = not isinstance(self._context.strategy, ServerStrategy)
         self._passes.begin(names, site, may_take_up=may_take_up)
         self._loaders.take_up(loaders)
@@ -300,7 +307,8 @@ class TrainingLoop:
         # A step whose loop was left by `break` ends here: a resume goes on in this pass.
         self._position.note("taken_up")
         self._position.evaluations_done = self._position.evaluations
-        self._end_of_step.finish()
+        with self._end_of_step.proof.left_script:
+            self._end_of_step.finish()
         return True
 
     def _set_plan(self, loaders: Sequence[MicroBatchLoader], names: Sequence[str]) -> None:
@@ -433,6 +441,8 @@ class TrainingLoop:
             context.inputs.body_ended(sys._getframe())
             self._state.beside.end_replays()
             self._replay_effects.end_replays()
+        if context.share.in_turn > 1:  # what ranks gather is not in the order of micro-batches
+            self._metrics.note_lists(sys._getframe())
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))
         context.marker.set_phase("forward")
         with context.precision.forward():

@@ -10,6 +10,8 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from types import FrameType
 from typing import Final, Literal
 
 import torch
@@ -22,6 +24,7 @@ from lockstep.run.source.reachable import find, script_roots
 
 # Number of values that wait on the device before they are fetched; each fetch waits for the device once.
 _FETCH = 512
+_MOST_LOOKED_AT = 1000  # objects of the script, for its lists
 _UNIT_BITS = 1074
 
 State = dict[str, list[int | float]]
@@ -154,6 +157,8 @@ class PassMetrics:
         self.samples = 0  #: in this micro-batch; 0 if it counts for nothing on this rank
         self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
         self._bodies: Final[list[tuple[MicroBatchPosition, bool]]] = []  # of the step, and whether they count here
+        # The script's lists as each of these bodies began, by `id`, with their lengths then, see `note_lists`.
+        self._lists_of_bodies: Final[list[dict[int, tuple[list[object], int]]]] = []
         # The script's lists from before an evaluation in this body; None: no evaluation.
         self._lists: list[tuple[object, int]] | None = None
         self._names_of_losses = {"loss"}
@@ -221,6 +226,7 @@ class PassMetrics:
             self._lists = None
             if self._bodies and self._bodies[-1][0].last:
                 self._bodies.clear()
+                self._lists_of_bodies.clear()
             self._bodies.append((position, self.samples > 0))
 
     def bodies(self, value: object) -> Sequence[tuple[MicroBatchPosition, bool]]:
@@ -233,6 +239,29 @@ class PassMetrics:
             value is each and isinstance(value, list) and len(value) == length for each, length in self._lists
         )
         return self._bodies if is_last and is_of_step else ()
+
+    def note_lists(self, frame: FrameType) -> None:
+        """Note the lists of the script, which runs in ``frame``, as a body begins; called for each body or for none."""
+        lists = find(script_roots(frame), list, limit=_MOST_LOOKED_AT).values()
+        self._lists_of_bodies.append({id(each): (each, len(each)) for each in lists if isinstance(each, list)})
+
+    def added_in(self, value: object) -> list[tuple[MicroBatchPosition, bool]] | None:
+        """The body of the step that has added each item of the list ``value``, if lists were noted.
+
+        None if the bodies are not known: for items of earlier steps, and for a list that was not there, or was not
+        found, when the last body began, unless this is the only one of the step that counts here.
+        """
+        noted = [each.get(id(value)) for each in self._lists_of_bodies]
+        if not isinstance(value, list) or not noted or len(noted) != len(self._bodies):
+            return None
+        counting = [number for number, (_, counts) in enumerate(self._bodies, start=1) if counts]
+        if noted[-1] is None and value and counting != [len(noted)]:
+            return None
+        lengths = [*(0 if each is None else each[1] for each in noted), len(value)]
+        if lengths[0] or lengths != sorted(lengths):
+            return None
+        added = zip(self._bodies, pairwise(lengths), strict=True)
+        return [body for body, (first, end) in added for _ in range(first, end)]
 
     def add_loss(self, name: str, index: int, value: Number, items: Number) -> None:
         """``value`` is a loss of the step's micro-batch ``index``, the mean over ``items``, both `as_it_is`."""

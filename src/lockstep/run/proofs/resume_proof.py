@@ -1,13 +1,14 @@
 """The proof of a resume: its first step must have the bits of the step after the checkpoint, else the run ends.
 
-    a checkpoint is saved      the next step is recorded, which is made anyway:
+    a checkpoint is saved      what the script's variables hold is recorded, see `LeftScript`: the run may stop here
+    it goes on                 the next step is recorded instead, which is made anyway:
       where it begins            what variables of the script hold, see `script_state`
       each micro-batch           a checksum of its samples, and its losses, on the rank that has it
       the update                 options of optimizers; sums of the bits of each parameter and buffer, which ranks
                                  bring together
       the end of the body        options and sums again, and tensors of what is kept
                                the leader writes the record beside the checkpoint
-    a run resumes from it      its first step is also recorded, and compared
+    a run resumes from it      its first step is also recorded, and compared with what there is
     a rank is lost             the others leave what the script's variables hold with the state of the last step, and
                                the next generation compares its own when that step begins again
 
@@ -38,7 +39,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
-from lockstep.run.proofs.script_state import Lost, lost, script_state
+from lockstep.run.proofs.script_state import Lost, lost, script_state, without
 from lockstep.run.recovery.survivor import leaves_state
 from lockstep.run.setup.identity import optimizers_of
 from lockstep.run.setup.run_context import RunContext
@@ -81,7 +82,9 @@ _OF_BODY: Final = (
 
 
 class LeftScript:
-    """A context for the calls of a step that may end with a state being left: notes what the script holds then.
+    """A context in which the script is where a run may end, or be saved, that goes on at this place.
+
+    It notes what the script holds where a rank that was lost ends the run there, so that a state is left.
 
     Args:
         context: of the run.
@@ -93,12 +96,13 @@ class LeftScript:
         self._conditions: Final = conditions
         #: The steps done, and what is compared when the next one begins again; None: nothing is to be compared.
         self.held: tuple[int, StateTree] | None = None
+        self.is_entered = False
 
     def __enter__(self) -> None:
-        pass
+        self.is_entered = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        context = self._context
+        self.is_entered, context = False, self._context
         if error is None or not (context.settings.replay and leaves_state(error)):
             return
         # A script's objects may be anything, and the error that ends the run is the one to tell.
@@ -106,7 +110,7 @@ class LeftScript:
             self.held = context.position.progress.step, self.now()
 
     def now(self) -> StateTree:
-        """What is compared if the next step begins again from here, in the same pass; asks no other rank."""
+        """What is compared where the run goes on from here, in the same pass or turn; asks no other rank."""
         context = self._context
         return {
             "conditions": self._conditions(),
@@ -138,7 +142,9 @@ class ResumeProof:
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
-        self._script: StateTree = {}  # values in the leader's script when the step began
+        self._settings: StateTree = {}  # what the leader's script held when the training began in this process
+        self._place: list[int | str] | None = None  # where the script was looked at; None: not since the last step
+        self._script: StateTree = {}  # values that the leader's script held there
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
         self._expected: StateTree | None = None  # of the first step after a resume
         self._file = Path()  # of this record
@@ -146,13 +152,22 @@ class ResumeProof:
         self._own: dict[str, dict[str, Any]] | None = None  # record of this step, or of the first after a resume
         self._noted = False  # a difference was reported, so no second one needs to be
         self.left_script: Final = LeftScript(context, self._conditions)
-        self._is_left = False  # whether the expected values are those that a survivor has left, in memory or saved
+        self._is_left = False  # whether the expected values are those that the script held, without a step after them
+        self._is_survivors = False  # and a survivor has left them
 
     def saved(self, step: int) -> None:
-        """Record the next step, since the state after ``step`` is being saved. All ranks must call `saved`."""
+        """Record the next step, since the state after ``step`` is being saved. All ranks must call `saved`.
+
+        Until that step is over, the record is what the script holds now: the run may stop here.
+        """
         if self._context.settings.replay:
             self._saved = step
             self._listen()
+            if self.left_script.is_entered and self._context.group.leads:
+                now = self.left_script.now()
+                # A value as it was when the training began is no state but a setting, which a user may change.
+                without(now["script"], self._settings)
+                self._checkpointer.note_next_step(step, now)
 
     def resumed(self, left: Mapping[str, Any] | None) -> None:
         """Compare the first step after a resume, if the step after the checkpoint was recorded.
@@ -166,7 +181,7 @@ class ResumeProof:
         if self._context.settings.replay:
             self._file, self._expected = self._checkpointer.next_step()
             if left is not None:
-                self._expected = {**left}
+                self._expected, self._is_survivors = {**left}, True
         if self._expected is not None:
             self._is_left = "samples" not in self._expected
             self._listen()
@@ -175,9 +190,8 @@ class ResumeProof:
         """Record checksums of ``data``, the micro-batch at ``position``, if the step is recorded."""
         if self._context.metrics.losses is None:
             return
-        if not self._script and self._context.group.leads:  # no body of the step has begun, also not of a replay
-            frame = _outer_loop(sys._getframe(), self._context) if self._is_left else sys._getframe()
-            self._script = script_state(frame, self._context.state, self._context.inputs.calls)
+        if self._place is None:  # no body of the step has begun, also not of a replay
+            self._look_at_script(sys._getframe())
         if not (position.is_padding or position.is_replay):
             self._samples[str(position.index)] = checksum(data)
 
@@ -194,6 +208,26 @@ class ResumeProof:
             }
             self._samples, self._script = {}, {}
 
+    def training_begins(self) -> None:
+        """Note what the script has set before the training begins, or goes on."""
+        context = self._context
+        if context.directory and context.settings.replay and not self._settings:
+            self._settings = self._script_of(_outer_loop(sys._getframe(), context))
+
+    def comes_to_pass(self) -> None:
+        """Look at the script, which begins a turn of the outer loop or goes on in a pass, if it was left there."""
+        left = self._expected if self._is_left else None
+        if left is not None and left.get("pass") == self._context.position.passes.open_pass:
+            self._look_at_script(_outer_loop(sys._getframe(), self._context))
+
+    def _look_at_script(self, frame: FrameType) -> None:
+        self._place, self._script = self._context.position.passes.open_pass, self._script_of(frame)
+
+    def _script_of(self, frame: FrameType) -> StateTree:
+        """What the leader's script holds, whose functions run from ``frame`` outward; empty on other ranks."""
+        context = self._context
+        return script_state(frame, context.state, context.inputs.calls) if context.group.leads else {}
+
     def body_is_over(self, compare_ranks: Callable[[], None]) -> None:
         """Record or compare the step at the end of its body, if it is to be. Collective then.
 
@@ -207,11 +241,13 @@ class ResumeProof:
         own, self._own = self._own, None
         saved, self._saved = self._saved, None
         expected, self._expected = self._expected, None
+        place, self._place = self._place, None
         if own is None:
             return
         own["options after"] = self._options() if self._bits else {}
         own["kept after"] = self._kept() if self._bits and self._context.group.leads else {}
         own["state after"] = self._sums() if self._bits else {}
+        own["script after"] = {} if expected is None else self._script_of(_outer_loop(sys._getframe(), self._context))
         parts = self._context.group.gather_objects(own, "the step after a checkpoint")
         found: StateTree = {
             "conditions": self._conditions(),
@@ -222,8 +258,8 @@ class ResumeProof:
             "state": _added(part["state"] for part in parts),
             "after": parts[0]["options after"] | parts[0]["kept after"] | _added(part["state after"] for part in parts),
         }
-        if expected is not None and expected.get("pass") in (None, self._context.position.passes.open_pass):
-            of_script = lost(expected.get("script", {}), found["script"])
+        if expected is not None and expected.get("pass") in (None, place):
+            of_script = lost(expected.get("script", {}), found["script"], parts[0]["script after"])
             more = len(of_script.plain) - _MOST_LISTED
             listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
             self._refuse(_first_difference(expected, found, of_script), listed)
@@ -234,7 +270,7 @@ class ResumeProof:
             self._checkpointer.note_next_step(saved, found)
 
     def _listen(self) -> None:
-        self._samples, self._script = {}, {}
+        self._samples, self._script, self._place = {}, {}, None
         self._context.metrics.losses = {}
 
     def _refuse(self, difference: _Difference | None, begun_anew: str) -> None:
@@ -257,6 +293,8 @@ class ResumeProof:
         first = "the first step after the resume is not the one that followed the checkpoint"
         on_purpose = f"If it was changed on purpose, remove {self._file} and resume again; if"
         if self._is_left:
+            first = "the script does not go on with the values that it held when the checkpoint was saved"
+        if self._is_survivors:
             first, on_purpose = "the step in which a rank was lost does not begin again as it began then", "If"
         if context.group.broadcast_object(self._checkpointer.differs, "what has changed since the checkpoint"):
             context.reporter.say(f"{first}: {text}. What has changed since is said above")

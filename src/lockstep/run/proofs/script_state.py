@@ -6,11 +6,15 @@
 The step after a checkpoint begins at the same place of the script in a run that goes on and in a resumed run. A
 variable with a different value there has lost its value, even if no effect shows yet. The script's source tells whether
 the training depends on the variable, and whether the variable is set again before it is read.
+
+    if not hasattr(self, "mean"): self.mean = x.mean()      missing where a run resumes: what is made is compared
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import re
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -39,7 +43,9 @@ from lockstep.run.source.reachable import (
     tells_values,
     variables_of,
 )
-from lockstep.run.source.source_reads import node_of
+from lockstep.run.source.script_modules import script_files
+from lockstep.run.source.script_places import Held
+from lockstep.run.source.source_reads import node_of, nodes_of
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue
 
@@ -47,6 +53,7 @@ _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of 
 _MOST_PLAIN: Final = 2000
 _MOST_OF_ONE: Final = 500  # of one variable
 _SHOWN: Final = 40  # characters of a value
+_MISSING: Final = {"NameError", "UnboundLocalError", "AttributeError", "KeyError", "LookupError"}
 
 
 class Lost(NamedTuple):
@@ -79,21 +86,26 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     for key, (place, _) in [*read.places.items()]:
         if place.name in own_dead.get(id(place.owner), ()):
             del read.places[key]
-    inputs = read.themselves(read.held_between())
     return {
         "variables": sorted(roots),
-        "inputs": {
-            path: {"value": value, "of": what}
-            for path, (mark, what) in inputs.items()
-            # A dict may be a cache, which will be filled again.
-            if mark.kind not in CACHES and (value := _shown(mark))
-        },
+        "inputs": _inputs(read.themselves(read.held_between())),
+        "made": _inputs(read.themselves(read.held_when_needed())),
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {
             path: text
             for path, mark in marks.items()
             if "._" not in path and (text := _shown(mark))  # such as a module's hooks
         },
+    }
+
+
+def _inputs(held: Held) -> dict[str, dict[str, str]]:
+    """The values of inputs, and what is computed from each, by their paths."""
+    return {
+        path: {"value": value, "of": what}
+        for path, (mark, what) in held.items()
+        # A dict may be a cache, which will be filled again.
+        if mark.kind not in CACHES and (value := _shown(mark))
     }
 
 
@@ -133,8 +145,20 @@ def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
     return ""
 
 
-def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
-    """The differences in variables of both states: the script sets a missing variable before it reads the variable."""
+def without(script: StateTree, others: Mapping[str, Any]) -> None:
+    """Remove the numbers, texts and the like from ``script``, see `script_state`, that ``others`` hold as well."""
+    had = others.get("plain", {})
+    for kind in ("inputs", "made", "plain"):
+        for path, held in [*script[kind].items()]:
+            if had.get(path) == (held if kind == "plain" else held["value"]):
+                del script[kind][path]
+
+
+def lost(before: Mapping[str, Any], now: Mapping[str, Any], after: Mapping[str, Any]) -> Lost:
+    """The differences in variables of two states of the script at one place, with its state ``after`` the next step.
+
+    The script sets a missing variable before it reads the variable, if it does not ask whether the variable is there.
+    """
     there = set(now.get("variables", ()))
     had, has = (each.get("weights", {}) for each in (before, now))
     weights = [name for name, held in had.items() if name in there and has.get(name, "") != held]
@@ -144,11 +168,59 @@ def lost(before: Mapping[str, Any], now: Mapping[str, Any]) -> Lost:
         path: f"{path}, which {held['of']} depends on, was {value} when it began, and is {held['value']} now"
         for path, (value, held) in other.items()
         if value != held["value"]
-    }
-    was, is_now = (each.get("plain", {}) for each in (before, now))
+    } | _made_anew(before, now, after)
+    was, is_now, is_then = (each.get("plain", {}) for each in (before, now, after))
     plain = [
         f"{path} ({was[path]}, now {value})"
         for path, value in is_now.items()
-        if path not in inputs and was.get(path, value) != value
+        if path not in inputs and was.get(path, value) not in (value, is_then.get(path))
     ]
     return Lost(weights, list(inputs.values()), plain)
+
+
+def _made_anew(before: Mapping[str, Any], now: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """The values, in words, that the script has made anew because they were not there, and that are others."""
+    made = dict(before.get("made", {}))
+    made |= {path: held for path, held in before.get("inputs", {}).items() if path not in now.get("inputs", {})}
+    there = {path: held for kind in ("inputs", "made") for path, held in after.get(kind, {}).items()}
+    return {
+        path: f"{path}, which {held['of']} depends on, was {held['value']} when it began, and is made anew now, "
+        f"as {there[path]['value']}"
+        for path, held in made.items()
+        if path in there and there[path]["value"] != held["value"]
+        if path in before.get("made", {}) or _is_asked_for(path)
+    }
+
+
+def _is_asked_for(path: str) -> bool:
+    """Whether the script may ask if the variable, attribute or item at ``path`` is there."""
+    name = re.split(r"[.\[]", path)[-1].strip("]'\"")
+    trees = [node for file in script_files().values() if (node := nodes_of(file).get(("<module>", 1))) is not None]
+    return any(_asks_for(name, node) for tree in trees for node in ast.walk(tree))
+
+
+def _asks_for(name: str, node: ast.AST) -> bool:
+    """Whether ``node`` is an expression that needs no ``name`` to be there, or a ``try`` that may end without."""
+
+    def is_name(given: ast.expr) -> bool:
+        return isinstance(given, ast.Constant) and given.value == name
+
+    match node:
+        case ast.Call(func=ast.Name(id="hasattr" | "getattr"), args=[_, given, *_]):
+            return is_name(given)
+        case ast.Call(func=ast.Attribute(attr="get" | "setdefault" | "pop"), args=[given, *_]):
+            return is_name(given)
+        case ast.Compare(left=given, ops=[ast.In() | ast.NotIn()]):
+            return is_name(given)
+        case ast.AugAssign(target=ast.Subscript(slice=given)):  # of a Counter or a defaultdict
+            return is_name(given)
+        case ast.Try(body=body, handlers=handlers):
+            caught = {_name(part) for each in handlers if each.type is not None for part in ast.walk(each.type)}
+            parts = (part for statement in body for part in ast.walk(statement))
+            return bool(caught & _MISSING) and name in map(_name, parts)
+    return False
+
+
+def _name(node: ast.AST) -> str:
+    """The variable or attribute that ``node`` is; "" for others."""
+    return str(getattr(node, "id", "") or getattr(node, "attr", ""))
