@@ -791,9 +791,11 @@ class Run:
     def gather(self, value: T) -> list[T]:
         """Each rank's ``value``, by rank; anything that can be pickled. Collective.
 
-        Where `step` has returned True, lists to which each micro-batch of the step has added the same number of items
-        are sorted by micro-batch, and items of micro-batches that do not count are left out. So the lists, one after
-        another, are in the order of micro-batches under every strategy, as if each rank had neighbouring ones.
+        Where `step` has returned True, lists to which the bodies of the step have added items are sorted by
+        micro-batch, and items of micro-batches that do not count are left out. So the lists, one after another, are in
+        the order of micro-batches under every strategy, as if each rank had neighbouring ones. After a pass of
+        `evaluate`, what ranks have collected is in the data set's order. After a pass of `train`, its order depends on
+        the number of ranks.
         """
         return self._ranks.gather(value)
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import io
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -235,3 +236,49 @@ def test_one_number_of_each_rank_is_told_where_the_training_is_computed_from_it(
         assert first.count(told) == (how != "logged"), how
         assert "last digits" not in first
         assert told not in other
+
+
+def scaled_by_gathered(how, strategy):
+    """A factor of the loss is computed from what bodies of all ranks have collected; what is said, and the factors."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0, strategy=strategy) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2, shuffle=False)
+        factor, factors = 1.0, []
+        for _ in run.epochs(2):
+            of_pass, of_step = [], []
+            for x, y in run.train(batches):
+                loss = F.cross_entropy(model(x), y)
+                if run.counts:
+                    of_pass.append(loss.detach())
+                    of_step.append(loss.detach())
+                if not run.step(loss * factor):
+                    continue
+                if how == "a list of the step":
+                    factor = torch.stack([each for part in run.gather(of_step) for each in part]).mean().item()
+                elif how == "a tensor of the step":
+                    factor = torch.cat(run.gather(torch.stack(of_step))).mean().item()
+                of_step.clear()
+            if how == "a list of the pass":
+                factor = torch.stack([each for part in run.gather(of_pass) for each in part]).mean().item()
+            elif how == "an evaluation":
+                found = []
+                for x, y in run.evaluate(batches):
+                    if run.counts:
+                        found.append(F.cross_entropy(model(x), y))
+                factor = torch.stack([each for part in run.gather(found) for each in part]).mean().item()
+            factors.append(factor)
+    return said.getvalue().count("their order depends on the number of ranks"), factors
+
+
+def test_numbers_whose_order_depends_on_the_ranks_are_told_where_the_training_is_computed_from_them():
+    of_step, of_pass, evaluated = "a list of the step", "a list of the pass", "an evaluation"
+    told = {("ddp", of_pass), ("fsdp", of_pass), ("fsdp", "a tensor of the step")}
+    ways = list(product((of_step, "a tensor of the step", of_pass, evaluated), ("ddp", "fsdp")))
+    alone = on_world(1, [(scaled_by_gathered, how, "none") for how, _ in ways])
+    two = on_world(2, [(scaled_by_gathered, *way) for way in ways])
+    for (how, strategy), ((_, whole),), ((said, factors), _) in zip(ways, alone, two, strict=True):
+        assert said == ((strategy, how) in told), (how, strategy, said)
+        if not said:
+            assert factors == whole, (how, strategy)

@@ -86,6 +86,8 @@ class RankOperations:
         if bodies and all(each is not None for _, each in gathered):
             of = bodies[-1][0].of
             return cast(list[T], in_order(cast(list[tuple[list[Any], list[int | None]]], gathered), of))
+        if self._metrics.depends_on_ranks(value):
+            self._tell_order(value, what)
         return [value for value, _ in gathered]
 
     def _indices(self, value: object) -> list[int | None] | None:
@@ -169,6 +171,19 @@ class RankOperations:
                 f"run.{what} brings together one number of each rank, and {used_for} is computed from these: which "
                 "samples a number is of depends on the number of ranks. Give the samples' values to run.measure(...), "
                 "whose means are the same on any number of ranks, and read run.metrics"
+            )
+
+    def _tell_order(self, value: object, what: str) -> None:
+        """Tell of several numbers of each rank, in an order that depends on their number, likewise."""
+        if what in self._told or self._group.size == 1 or not self._group.leads:
+            return
+        if (used_for := self._used_for(_place(what))) and any(_is_fractional(each) for _, each in leaves(value)):
+            self._told.add(what)
+            self._warn(
+                f"run.{what} gives numbers of this pass by rank, so that their order depends on the number of ranks, "
+                f"and with it the last digits of a sum; {used_for} is computed from them. Give the samples' values to "
+                "run.measure(...), whose means are the same on any number of ranks, and read run.metrics; or gather in "
+                "each step a list to which each body adds, which comes in the order of micro-batches"
             )
 
     def _reduce(self, value: T, what: str) -> T:

@@ -153,6 +153,7 @@ class PassMetrics:
         self._norms_of_step: Final[list[tuple[str, Number]]] = []
         self.evaluate = MetricMeans()
         self.inside: Literal["train", "evaluate"] | None = None  #: the script's current pass
+        self._last: Literal["train", "evaluate"] | None = None  # the pass that began last, without one inside
         self.position: MicroBatchPosition | None = None  #: of the script's current micro-batch
         self.samples = 0  #: in this micro-batch; 0 if it counts for nothing on this rank
         self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
@@ -197,7 +198,7 @@ class PassMetrics:
 
     def enter(self, method: Literal["train", "evaluate"]) -> None:
         """A pass begins."""
-        self.inside = method
+        self.inside = self._last = method
 
     def leave(self) -> None:
         """The pass is over."""
@@ -213,6 +214,7 @@ class PassMetrics:
             self._lists = [(each, len(each)) for each in lists if isinstance(each, list)]
         self.evaluate = MetricMeans()
         self.inside = "evaluate"
+        self._last = before[0] or "evaluate"
         try:
             yield
         finally:
@@ -244,6 +246,16 @@ class PassMetrics:
         """Note the lists of the script, which runs in ``frame``, as a body begins; called for each body or for none."""
         lists = find(script_roots(frame), list, limit=_MOST_LOOKED_AT).values()
         self._lists_of_bodies.append({id(each): (each, len(each)) for each in lists if isinstance(each, list)})
+
+    def depends_on_ranks(self, value: object) -> bool:
+        """Whether the order depends on the ranks in which items of bodies lie that ``value`` holds, if any, by rank.
+
+        In a step's last body it does where ranks take micro-batches in turn; after a training pass it always does. An
+        evaluation gives neighbouring samples to each rank.
+        """
+        if self.inside == "train":
+            return bool(self._lists_of_bodies) and bool(self.bodies(value))
+        return self._last == "train"
 
     def added_in(self, value: object) -> list[tuple[MicroBatchPosition, bool]] | None:
         """The body of the step that has added each item of the list ``value``, if lists were noted.
