@@ -39,6 +39,7 @@ from lockstep.run.proofs.script_snapshot import ReplayEffects
 from lockstep.run.setup.resume import TrainingStart
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.source.reachable import changed, look, script_roots
+from lockstep.run.source.script_modules import says
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.strategies import ServerStrategy
 
@@ -69,6 +70,7 @@ class TrainingLoop:
         self._data: Final = StepData(context, loaders, end_of_step)
         self._left_out: Final = LeftOutSamples()
         self._series: Final = ReplaySeries(context, train_step, self._handing_out)
+        self._notes_lists = False  # as the bodies of this pass begin
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
@@ -351,6 +353,8 @@ class TrainingLoop:
         for modes in () if goes_on else self._state.modes:  # within a resumed pass, modes are as saved
             modes.begin_pass()
         self._left_out.new_pass()
+        # What ranks gather that take micro-batches in turn is not in the order of micro-batches.
+        self._notes_lists = self._context.share.in_turn > 1 and says("gather")
         self._metrics.enter("train")
         self._end_of_step.begin_next(begins_pass=True)
         self._context.marker.set_phase("data")
@@ -441,8 +445,8 @@ class TrainingLoop:
             context.inputs.body_ended(sys._getframe())
             self._state.beside.end_replays()
             self._replay_effects.end_replays()
-        if context.share.in_turn > 1:  # what ranks gather is not in the order of micro-batches
-            self._metrics.note_lists(sys._getframe())
+        if self._notes_lists:
+            self._metrics.note_lists(sys._getframe(), self._state.used_by_run())
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))
         context.marker.set_phase("forward")
         with context.precision.forward():

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import FrameType
 from typing import Final, Literal
@@ -24,7 +24,7 @@ from lockstep.run.source.reachable import find, script_roots
 
 # Number of values that wait on the device before they are fetched; each fetch waits for the device once.
 _FETCH = 512
-_MOST_LOOKED_AT = 1000  # objects of the script, for its lists
+_MOST_LOOKED_AT = 500  # objects of the script, for its lists
 _UNIT_BITS = 1074
 
 State = dict[str, list[int | float]]
@@ -242,9 +242,12 @@ class PassMetrics:
         )
         return self._bodies if is_last and is_of_step else ()
 
-    def note_lists(self, frame: FrameType) -> None:
-        """Note the lists of the script, which runs in ``frame``, as a body begins; called for each body or for none."""
-        lists = find(script_roots(frame), list, limit=_MOST_LOOKED_AT).values()
+    def note_lists(self, frame: FrameType, skip: Iterable[object]) -> None:
+        """Note the lists of the script, which runs in ``frame``, as a body begins; called for each body or for none.
+
+        Lists in objects of ``skip`` are left out.
+        """
+        lists = find(script_roots(frame), list, skip={id(each) for each in skip}, limit=_MOST_LOOKED_AT).values()
         self._lists_of_bodies.append({id(each): (each, len(each)) for each in lists if isinstance(each, list)})
 
     def depends_on_ranks(self, value: object) -> bool:

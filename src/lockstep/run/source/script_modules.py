@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import linecache
 import sys
 from typing import Any, Final
 
@@ -30,6 +31,11 @@ def script_files() -> dict[str, str]:
     """The files of the script's modules that are loaded, by the names of the modules."""
     names = [name for name in sys.modules.keys() - _OF_OTHERS if name in sys.modules]
     return {name: file for name in names if (file := file_of(sys.modules[name]))}
+
+
+def says(word: str) -> bool:
+    """Whether a ``word`` stands in the script's files, anywhere in a line."""
+    return any(word in line for file in script_files().values() for line in linecache.getlines(file))
 
 
 #: Computed once, in the process from which ranks are forked: two thousand modules take some milliseconds. ``__main__``
