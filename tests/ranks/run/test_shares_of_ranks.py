@@ -72,7 +72,10 @@ def gathered_numbers(strategy, asks):
                     floats.append(x[0, 0].item())
                 if run.step(model(x).square().mean()):
                     told += [[one.item() for part in run.gather(own["sums"]) for one in part]]
-                    told += [[one for part in run.gather(floats) for one in part]]
+                    both = run.gather((own["sums"], floats))
+                    assert [sums for sums, _ in both] == run.gather(own["sums"])
+                    assert [part["own"] for part in run.gather({"own": floats, "rank": run.rank})] == run.gather(floats)
+                    told += [[one for _, part in both for one in part]]
                     others.append([part[0] for part in run.gather([float(run.rank), 0.5])])
                     own["sums"].clear()
                     floats = []

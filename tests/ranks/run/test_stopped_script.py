@@ -199,3 +199,54 @@ def test_what_is_made_again_because_it_is_missing_is_compared_with_what_was_ther
         else:
             assert all(f"{name}, which run.step(...) depends on, was " in text for text in resumed), resumed
             assert all("is made anew now, as 1" in text for text in resumed), resumed
+
+
+class Hold:
+    """A policy that leaves a rate as it is."""
+
+    def __call__(self, rate):
+        return rate
+
+
+class Halve(Hold):
+    """A policy that halves a rate."""
+
+    def __call__(self, rate):
+        return rate / 2
+
+
+def led_by_referents(directory):
+    """A script whose variables lead to other functions and objects after the first epoch, and to other numbers."""
+    os.environ["LOCKSTEP_RESUME"] = "1"
+    with Run(seed=0, checkpoint=directory, save_every="1 epoch") as run:
+        model = run.model(nn.Linear(4, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        slow, fast = (torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.99, 0.5))
+        run.keep(slow=slow, fast=fast)
+        batches, held_out = (run.loader((X, Y), global_batch=8, micro_batch=2) for _ in range(2))
+        policy, criterion, current, best = Hold(), F.cross_entropy, slow, 9.0
+        for epoch in run.epochs(4):
+            if epoch == 2:
+                lose(directory, 2 * EPOCH)
+            for x, y in run.train(batches):
+                run.step(criterion(model(x), y))
+            for group in optimizer.param_groups:
+                group["lr"] = policy(group["lr"])
+            current.step()
+            if run.metrics["loss"] < best:
+                best = run.metrics["loss"]
+                for x, y in run.evaluate(held_out):  # noqa: B007 - a name of the training's, set anew there
+                    run.measure(mean=x)
+            policy, criterion, current = Halve(), F.multi_margin_loss, fast
+
+
+def test_it_is_told_which_functions_and_objects_variables_led_to(tmp_path, capsys):
+    with pytest.raises(Lost):
+        led_by_referents(str(tmp_path))
+    capsys.readouterr()
+    led_by_referents(str(tmp_path))
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "have begun anew" in line)
+    assert "policy (an object of Halve, now an object of Hold)" in line
+    assert "criterion (multi_margin_loss, now cross_entropy)" in line
+    assert "current (run.kept.fast, now run.kept.slow)" in line
+    assert "best (0." in line

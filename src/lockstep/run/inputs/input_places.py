@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lockstep.run.source.script_places import Held, Place, held
+from lockstep.run.source.script_places import Held, Place, held, values_at
 from lockstep.run.source.source_reads import Read
 
 _ITEM: Final = re.compile(r"(.*)\[[^\[\]]*\]")  # of a container
@@ -106,6 +106,10 @@ class TrainingInputs:
     def held_between(self) -> Held:
         """The same, without places that tell of the last body only or are made when needed."""
         return held(self._lasting.values(), self.skip, STATELESS)
+
+    def values_between(self) -> dict[str, tuple[object, str]]:
+        """The values themselves at the places of `held_between`, and what is computed from each."""
+        return {place.text: (value, what) for place, what, value in values_at(self._lasting.values())}
 
     def may_change(self, names: Collection[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""

@@ -75,27 +75,33 @@ class RankOperations:
     def gather(self, value: T) -> list[T]:
         """The value of each rank, by rank, on all of them; any picklable object. Collective.
 
-        Lists with what each micro-batch of the step has given come `in_order`.
+        Lists with what each micro-batch of the step has given come `in_order`, also in a dict or a tuple of lists.
         """
         self._before("gather")
-        bodies = self._metrics.bodies(value)
-        indices = self._indices(value) if bodies else None
+        lists = _lists_in(value)
+        indices = {key: found for key, each in lists.items() if (found := self._indices(each)) is not None}
         what = f"gather at {_caller()}"
         gathered = self._group.gather_objects((value, indices), what)
         self._tell_parts(value, what)
-        if bodies and all(each is not None for _, each in gathered):
-            of = bodies[-1][0].of
-            return cast(list[T], in_order(cast(list[tuple[list[Any], list[int | None]]], gathered), of))
-        if self._metrics.depends_on_ranks(value):
+        values: list[Any] = [value for value, _ in gathered]
+        ordered = [key for key in indices if all(key in each for _, each in gathered)]
+        for key in ordered:
+            parts = [(_lists_in(part)[key], each[key]) for part, each in gathered]
+            ends = in_order(parts, self._metrics.bodies(lists[key])[-1][0].of)
+            values = [_with(part, key, each) for part, each in zip(values, ends, strict=True)]
+        if len(ordered) < max(1, len(lists)) and self._metrics.depends_on_ranks(value):
             self._tell_order(value, what)
-        return [value for value, _ in gathered]
+        return values
 
-    def _indices(self, value: object) -> list[int | None] | None:
-        """The index of the micro-batch that has given each item of ``value``, see `_indices`."""
+    def _indices(self, value: list[Any]) -> list[int | None] | None:
+        """The index of the micro-batch that has given each item of ``value``; None where this is not known."""
+        bodies = self._metrics.bodies(value)
+        if not bodies:
+            return None
         added = self._metrics.added_in(value)
         if added is not None:
             return [at.index if counts else None for at, counts in added]
-        return _indices(value, self._metrics.bodies(value), self._metrics.asked_counts)
+        return _indices(value, bodies, self._metrics.asked_counts)
 
     def broadcast(self, value: T) -> T:
         """The leader's value, on all ranks; any picklable object. Collective.
@@ -214,6 +220,21 @@ class RankOperations:
         return cast(T, sum(self._group.gather_objects(value, what)))
 
 
+def _lists_in(value: object) -> dict[object, list[Any]]:
+    """The lists in a dict or a tuple, by their keys or places, or ``value`` itself under None, if a list."""
+    if type(value) is list:
+        return {None: value}
+    items = value.items() if type(value) is dict else enumerate(value) if type(value) is tuple else ()
+    return {key: each for key, each in items if type(each) is list}
+
+
+def _with(value: Any, key: Any, each: list[Any]) -> object:
+    """``value`` with another list at a ``key`` of `_lists_in`."""
+    if type(value) is dict:
+        return {**value, key: each}
+    return (*value[:key], each, *value[key + 1 :]) if type(value) is tuple else each
+
+
 def _numbers_in(value: object, *, whole: bool) -> tuple[int, str] | None:
     """A checksum of the numbers and tensors in ``value``, and the first in words; None for no such.
 
@@ -266,15 +287,13 @@ def in_order(lists: Sequence[tuple[list[Any], list[int | None]]], of: int) -> li
 
 
 def _indices(
-    value: object, bodies: Sequence[tuple[MicroBatchPosition, bool]], asked_counts: bool
+    value: list[Any], bodies: Sequence[tuple[MicroBatchPosition, bool]], asked_counts: bool
 ) -> list[int | None] | None:
     """The index of the micro-batch of each item of ``value``; None for a micro-batch that counts for nothing.
 
     The result is None if ``value`` is no list with one or more tensors for the samples of each of the step's
     ``bodies``: of the bodies that count, if the script has read `Run.counts`, else of all.
     """
-    if not isinstance(value, list):
-        return None
     counted = [body for body in bodies if body[1]]
     # Items that replays append to the script's lists are removed again, where these lists are found.
     played = [body for body in bodies if not body[0].is_replay]

@@ -16,9 +16,9 @@ import ast
 import hashlib
 import re
 import zlib
-from collections import Counter
-from collections.abc import Mapping
-from types import FrameType
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,6 +37,8 @@ from lockstep.run.source.reachable import (
     find,
     is_plain,
     look,
+    mark_of,
+    parts_of,
     root_of,
     script_frames,
     script_roots,
@@ -52,6 +54,8 @@ from lockstep.run.state.user_values import PlainValue
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
 _MOST_PLAIN: Final = 2000
 _MOST_OF_ONE: Final = 500  # of one variable
+_ITEMS: Final = (int, float, str, bytes, torch.Tensor, type(None))
+_CALLED: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 _SHOWN: Final = 40  # characters of a value
 _MISSING: Final = {"NameError", "UnboundLocalError", "AttributeError", "KeyError", "LookupError"}
 
@@ -71,11 +75,12 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     if the script holds copies of weights.
     """
     roots = script_roots(frame)
-    kept = (value.value if isinstance(value, PlainValue) else value for value in state.kept.values())
-    skip = {id(one) for one in (*state.models, *state.optimizers, *kept, *(s.scheduler for s in state.schedulers))}
+    known = _of_run(state)
+    skip = known.keys()
     dead = {each: _dead_in(each) for each in script_frames(frame)}
     unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
-    roots = {name: value for name, value in roots.items() if id(value) not in skip and name not in unread}
+    named = {name: value for name, value in roots.items() if name not in unread}
+    roots = {name: value for name, value in named.items() if id(value) not in skip}
     # Of a module's own lines, the variables are the module's.
     own_dead = {id(each.f_globals if each.f_code.co_name == "<module>" else each): dead[each] for each in dead}
     marks: dict[str, Mark] = {}
@@ -86,17 +91,65 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     for key, (place, _) in [*read.places.items()]:
         if place.name in own_dead.get(id(place.owner), ()):
             del read.places[key]
+    between = read.values_between().items()
+    whole = {path: {"value": text, "of": what} for path, (value, what) in between if (text := _of(value))}
     return {
         "variables": sorted(roots),
-        "inputs": _inputs(read.themselves(read.held_between())),
+        "inputs": _inputs(read.themselves(read.held_between())) | whole,
         "made": _inputs(read.themselves(read.held_when_needed())),
         "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
         "plain": {
             path: text
-            for path, mark in marks.items()
-            if "._" not in path and (text := _shown(mark))  # such as a module's hooks
+            for path, text in (*_referents(named, known), *((path, _shown(mark)) for path, mark in marks.items()))
+            if text and "._" not in path  # such as a module's hooks
         },
     }
+
+
+def _of(value: object) -> str:
+    """A text for a function, a class, or the items of a sequence of numbers, texts and tensors; "" for others."""
+    if isinstance(value, list | tuple | deque):
+        marks = [mark_of(item) for item in value if isinstance(item, _ITEMS)] if len(value) <= _MOST_OF_ONE else []
+        texts = [_shown(mark) for mark in marks if mark is not None]
+        is_known = bool(texts) and len(texts) == len(value)
+        return f"{len(value)} items of checksum {zlib.crc32(repr(texts).encode()):08x}" if is_known else ""
+    return _referent(value, {}) if isinstance(value, _CALLED) else ""
+
+
+def _referents(roots: Mapping[str, object], known: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    """Which function, class or kind of object a variable of ``roots`` leads to, and its attributes and items."""
+    seen = set[int]()
+    waiting = deque((name, value, 2) for name, value in roots.items())
+    while waiting and len(seen) < _MOST_PLAIN:
+        path, value, left = waiting.popleft()
+        text = _referent(value, known)
+        if text:
+            yield path, text
+        if left and id(value) not in {*known, *seen} and not isinstance(value, _CALLED):
+            seen.add(id(value))
+            waiting.extend((path + step, part, left - 1) for step, part in parts_of(value))
+
+
+def _referent(value: object, known: Mapping[int, str]) -> str:
+    """Which function, class or kind of object ``value`` is, or which object of the run; "" for others."""
+    if id(value) in known:
+        return known[id(value)]
+    if isinstance(value, _CALLED):
+        code = getattr(value, "__code__", None)
+        line = f" of line {code.co_firstlineno}" if code is not None and code.co_name == "<lambda>" else ""
+        return f"{getattr(value, '__qualname__', '')}{line}"
+    if mark_of(value) is not None or isinstance(value, ModuleType):
+        return ""
+    return f"an object of {type(value).__qualname__}"
+
+
+def _of_run(state: State) -> dict[int, str]:
+    """The objects of the run, by `id`, in words."""
+    kept = ((name, value.value if isinstance(value, PlainValue) else value) for name, value in state.kept.items())
+    found = {id(value): f"run.kept.{name}" for name, value in kept}
+    found |= {id(each.scheduler): f"scheduler {number}" for number, each in enumerate(state.schedulers)}
+    found |= {id(each): f"optimizer {number}" for number, each in enumerate(state.optimizers)}
+    return found | {id(each): f"model {number}" for number, each in enumerate(state.models)}
 
 
 def _inputs(held: Held) -> dict[str, dict[str, str]]:
@@ -126,7 +179,7 @@ def _shown(mark: Mark) -> str:
     return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if tells_values(mark) else ""
 
 
-def _weights_in(value: object, skip: set[int], models: list[nn.Module]) -> str:
+def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -> str:
     """A text for the bits of copies of a model's weights within reach of ``value``; "" without such copies."""
     held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
     own = {tensor.untyped_storage().data_ptr() for tensor in held if is_plain(tensor)}

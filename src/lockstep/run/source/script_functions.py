@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
@@ -117,6 +117,18 @@ class Context:
             if value is not UNKNOWN and bool(value) is not holds:
                 return True
         return False
+
+    def made_of(self, name: str) -> Sequence[Read]:
+        """What the variable ``name`` of the function is computed from, and the conditions under which that is done.
+
+        Of a variable that only loops set, several of them, as `for x, y in run.train(...)` and `in run.evaluate(...)`,
+        without the conditions under which these loops run: each loop reads the variable that it has set.
+        """
+        loops = {loop.first for loop in self.reads.loops if name in loop.items}
+        changes = [change for change in self.reads.changes if change.path == Path(name)]
+        if len(loops) > 1 and all(change.line in loops for change in changes):
+            return [read for change in changes for read in change.value]
+        return self.reads.set_from.get(name, ())
 
     def settled_value(self, path: Path) -> object:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""
