@@ -222,9 +222,9 @@ def led_by_referents(directory):
         model = run.model(nn.Linear(4, 2))
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         slow, fast = (torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma) for gamma in (0.99, 0.5))
-        run.keep(slow=slow, fast=fast)
+        run.keep(slow=slow, fast=fast, shown=0)
         batches, held_out = (run.loader((X, Y), global_batch=8, micro_batch=2) for _ in range(2))
-        policy, criterion, current, best = Hold(), F.cross_entropy, slow, 9.0
+        policy, criterion, current, best, rates = Hold(), F.cross_entropy, slow, 9.0, 0
         for epoch in run.epochs(4):
             if epoch == 2:
                 lose(directory, 2 * EPOCH)
@@ -238,6 +238,7 @@ def led_by_referents(directory):
                 for x, y in run.evaluate(held_out):  # noqa: B007 - a name of the training's, set anew there
                     run.measure(mean=x)
             policy, criterion, current = Halve(), F.multi_margin_loss, fast
+            rates = rates + 1
 
 
 def test_it_is_told_which_functions_and_objects_variables_led_to(tmp_path, capsys):
@@ -250,3 +251,4 @@ def test_it_is_told_which_functions_and_objects_variables_led_to(tmp_path, capsy
     assert "criterion (multi_margin_loss, now cross_entropy)" in line
     assert "current (run.kept.fast, now run.kept.slow)" in line
     assert "best (0." in line
+    assert "rates (2, now 0)" in line, "the number that is kept is another one"

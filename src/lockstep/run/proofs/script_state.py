@@ -54,7 +54,8 @@ from lockstep.run.state.user_values import PlainValue
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
 _MOST_PLAIN: Final = 2000
 _MOST_OF_ONE: Final = 500  # of one variable
-_ITEMS: Final = (int, float, str, bytes, torch.Tensor, type(None))
+_NUMBERS: Final = (int, float, complex, str, bytes, type(None))
+_ITEMS: Final = (*_NUMBERS, torch.Tensor)
 _CALLED: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 _SHOWN: Final = 40  # characters of a value
 _MISSING: Final = {"NameError", "UnboundLocalError", "AttributeError", "KeyError", "LookupError"}
@@ -79,8 +80,9 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     skip = known.keys()
     dead = {each: _dead_in(each) for each in script_frames(frame)}
     unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
-    named = {name: value for name, value in roots.items() if name not in unread}
-    roots = {name: value for name, value in named.items() if id(value) not in skip}
+    classes = {name: it for each in dead for name, it in variables_of(each).items() if isinstance(it, type)}
+    named = classes | {name: value for name, value in roots.items() if name not in unread}
+    roots = {name: value for name, value in roots.items() if name in named and id(value) not in skip}
     # Of a module's own lines, the variables are the module's.
     own_dead = {id(each.f_globals if each.f_code.co_name == "<module>" else each): dead[each] for each in dead}
     marks: dict[str, Mark] = {}
@@ -144,9 +146,9 @@ def _referent(value: object, known: Mapping[int, str]) -> str:
 
 
 def _of_run(state: State) -> dict[int, str]:
-    """The objects of the run, by `id`, in words."""
+    """The objects of the run, by `id`, in words; not numbers and texts, each of which many variables may have."""
     kept = ((name, value.value if isinstance(value, PlainValue) else value) for name, value in state.kept.items())
-    found = {id(value): f"run.kept.{name}" for name, value in kept}
+    found = {id(value): f"run.kept.{name}" for name, value in kept if not isinstance(value, _NUMBERS)}
     found |= {id(each.scheduler): f"scheduler {number}" for number, each in enumerate(state.schedulers)}
     found |= {id(each): f"optimizer {number}" for number, each in enumerate(state.optimizers)}
     return found | {id(each): f"model {number}" for number, each in enumerate(state.models)}
