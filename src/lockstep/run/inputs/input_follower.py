@@ -524,7 +524,7 @@ class InputFollower:
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
         is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
-        if given.kind == "told" and any(map(is_of_rank, place.text.split("."))):
+        if given.kind == "told" and is_of_rank(place.text):
             return
         if given.kind in FOLLOWED and not is_known:
             self.found.note(place, given.what)

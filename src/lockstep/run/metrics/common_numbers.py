@@ -20,8 +20,9 @@ _OF_RANK: Final = re.compile(
 
 
 def is_of_rank(name: str) -> bool:
-    """Whether a value of this ``name`` is one that each rank measures of itself."""
-    return _OF_RANK.search(name) is not None
+    """Whether a value of this ``name`` is a rank's own, as ``memory`` or ``local_meter.sum``."""
+    *owners, last = name.split(".")
+    return _OF_RANK.search(last) is not None or any("local" in owner.split("_") for owner in owners)
 
 
 def common_numbers(values: Mapping[str, object]) -> dict[str, int | float]:

@@ -202,10 +202,11 @@ def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -
 
 def without(script: StateTree, others: Mapping[str, Any]) -> None:
     """Remove the numbers, texts and the like from ``script``, see `script_state`, that ``others`` hold as well."""
-    had = others.get("plain", {})
+    plain, inputs = others.get("plain", {}), others.get("inputs", {})
     for kind in ("inputs", "made", "plain"):
         for path, held in [*script[kind].items()]:
-            if had.get(path) == (held if kind == "plain" else held["value"]):
+            value = held if kind == "plain" else held["value"]
+            if value in (plain.get(path), inputs.get(path, {}).get("value")):
                 del script[kind][path]
 
 
