@@ -126,7 +126,7 @@ def test_what_fails_or_hangs_is_dropped_and_said_once(tmp_path, capsys, monkeypa
     monkeypatch.setattr(tracker_thread, "_MOST_WAITING", 3)
     hanging, began = Hanging(), time.monotonic()
     assert trained(tmp_path / "hanging", hanging) == 8
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
     hanging.go.set()
     assert capsys.readouterr().err.count("tracker Hanging is dropped: it does not take what was logged, 3 rows") == 1
 

@@ -202,12 +202,18 @@ def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -
 
 def without(script: StateTree, others: Mapping[str, Any]) -> None:
     """Remove the numbers, texts and the like from ``script``, see `script_state`, that ``others`` hold as well."""
-    plain, inputs = others.get("plain", {}), others.get("inputs", {})
+    plain = others.get("plain", {})
     for kind in ("inputs", "made", "plain"):
         for path, held in [*script[kind].items()]:
-            value = held if kind == "plain" else held["value"]
-            if value in (plain.get(path), inputs.get(path, {}).get("value")):
+            is_same = plain.get(path) == (held if kind == "plain" else held["value"])
+            # Of a sequence that is read whole, the items are there one by one, too.
+            items = {} if kind == "plain" else _items(script["plain"], path)
+            if is_same or (items and items == _items(plain, path)):
                 del script[kind][path]
+
+
+def _items(plain: Mapping[str, str], path: str) -> dict[str, str]:
+    return {each: text for each, text in plain.items() if each.startswith(f"{path}[")}
 
 
 def lost(before: Mapping[str, Any], now: Mapping[str, Any], after: Mapping[str, Any]) -> Lost:
