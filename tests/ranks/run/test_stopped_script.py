@@ -33,36 +33,41 @@ def lose(directory, lost_at):
         raise Lost
 
 
-def trained(how, directory, lost_at):
-    """The model's hash, "lost", or the error; a weight of the loss counts from step 16 on."""
+def ended(function, *args):
+    """What a script gives that goes on where it was left, "lost", or the error."""
     os.environ["LOCKSTEP_RESUME"] = "1"
     try:
-        with Run(seed=0, checkpoint=directory, save_every=f"{lost_at} steps") as run:
-            model = run.model(nn.Linear(4, 2))
-            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            weight, total = 1.0, 0.0
-            if how == "kept":
-                run.keep(weight=1.0)
-            for _ in run.epochs(2):
-                total = 0.0
-                for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
-                    if run.progress.step == lost_at:
-                        lose(directory, lost_at)
-                    held = run.kept.weight if how == "kept" else weight
-                    loss = F.cross_entropy(model(x), y)
-                    if run.step(loss * (held if run.progress.step > 15 else 1.0)):
-                        total += 1.0
-                        if run.progress.step == 3 and how != "unchanged":
-                            if how == "kept":
-                                run.kept.weight = 3.0
-                            else:
-                                weight = 3.0
-                print(f"{total} steps in this epoch")
-            return state_hash(model)
+        return function(*args)
     except Lost:
         return "lost"
     except CheckpointError as error:
         return str(error)
+
+
+def trained(how, directory, lost_at):
+    """The model's hash; a weight of the loss counts from step 16 on."""
+    with Run(seed=0, checkpoint=directory, save_every=f"{lost_at} steps") as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        weight, total = 1.0, 0.0
+        if how == "kept":
+            run.keep(weight=1.0)
+        for _ in run.epochs(2):
+            total = 0.0
+            for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
+                if run.progress.step == lost_at:
+                    lose(directory, lost_at)
+                held = run.kept.weight if how == "kept" else weight
+                loss = F.cross_entropy(model(x), y)
+                if run.step(loss * (held if run.progress.step > 15 else 1.0)):
+                    total += 1.0
+                    if run.progress.step == 3 and how != "unchanged":
+                        if how == "kept":
+                            run.kept.weight = 3.0
+                        else:
+                            weight = 3.0
+            print(f"{total} steps in this epoch")
+        return state_hash(model)
 
 
 @pytest.mark.parametrize("lost_at", [5, EPOCH], ids=["in an epoch", "at its end"])
@@ -70,11 +75,11 @@ def test_what_a_script_held_at_a_save_is_compared_when_it_goes_on(tmp_path, lost
     ways = ("kept", "own", "unchanged")
     calls = []
     for how in ways:
-        calls += [(trained, how, str(tmp_path / f"{how} whole"), 100)]
-        calls += [(trained, how, str(tmp_path / how), lost_at)] * 2
-    ended = iter(on_world(2, calls))
+        calls += [(ended, trained, how, str(tmp_path / f"{how} whole"), 100)]
+        calls += [(ended, trained, how, str(tmp_path / how), lost_at)] * 2
+    results = iter(on_world(2, calls))
     for how in ways:
-        whole, lost, resumed = next(ended), next(ended), next(ended)
+        whole, lost, resumed = next(results), next(results), next(results)
         assert lost == ["lost"] * 2
         if how != "own":
             assert resumed == whole
@@ -86,37 +91,31 @@ def test_what_a_script_held_at_a_save_is_compared_when_it_goes_on(tmp_path, lost
 
 def patient(directory, how):
     """A script that ends in its third epoch, after a save; a count of bad epochs decides when the training ends."""
-    os.environ["LOCKSTEP_RESUME"] = "1"
-    try:
-        with Run(seed=0, checkpoint=directory, save_every="1 epoch") as run:
-            model = run.model(nn.Linear(4, 2))
-            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            batches, bad, seen = run.loader((X, Y), global_batch=8, micro_batch=2), 0, []
-            if how == "kept":
-                run.keep(bad_epochs=0)
-            for epoch in run.epochs(9):
-                seen.append(epoch)
-                if epoch == 2:
-                    lose(directory, 2 * EPOCH)
-                for x, y in run.train(batches):
-                    run.step(F.cross_entropy(model(x), y))
-                if how == "own":
-                    bad += 1
-                    if bad == 4:
-                        break
-                else:
-                    run.kept.bad_epochs += 1
-                    if run.kept.bad_epochs == 4:
-                        break
-            return state_hash(model), seen
-    except Lost:
-        return "lost"
-    except CheckpointError as error:
-        return str(error)
+    with Run(seed=0, checkpoint=directory, save_every="1 epoch") as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, bad, seen = run.loader((X, Y), global_batch=8, micro_batch=2), 0, []
+        if how == "kept":
+            run.keep(bad_epochs=0)
+        for epoch in run.epochs(9):
+            seen.append(epoch)
+            if epoch == 2:
+                lose(directory, 2 * EPOCH)
+            for x, y in run.train(batches):
+                run.step(F.cross_entropy(model(x), y))
+            if how == "own":
+                bad += 1
+                if bad == 4:
+                    break
+            else:
+                run.kept.bad_epochs += 1
+                if run.kept.bad_epochs == 4:
+                    break
+        return state_hash(model), seen
 
 
 def test_so_it_is_between_two_epochs(tmp_path):
-    calls = [(patient, str(tmp_path / how), how) for how in ("own", "kept") for _ in range(2)]
+    calls = [(ended, patient, str(tmp_path / how), how) for how in ("own", "kept") for _ in range(2)]
     own, resumed, kept, whole = on_world(2, calls)
     assert own == kept == ["lost"] * 2
     for text in resumed:
@@ -130,48 +129,42 @@ class Own:
 
 def made_when_missing(how, directory):
     """A script whose own state is made where there is none yet, and counts in the loss from step 8 on."""
-    os.environ["LOCKSTEP_RESUME"] = "1"
-    try:
-        with Run(seed=0, checkpoint=directory, save_every="5 steps") as run:
-            model = run.model(nn.Linear(4, 2))
-            run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-            own, table, counter = Own(), {}, Counter()
-            for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
-                if run.progress.step == 5:
-                    lose(directory, 5)
-                late = run.progress.step >= 8
-                loss = F.cross_entropy(model(x), y)
-                if how == "hasattr":
-                    if not hasattr(own, "scale"):
-                        own.scale = 1.0
-                    if run.step(loss * own.scale if late else loss):
-                        own.scale *= 1.1
-                elif how == "get":
-                    scale = table.get("scale", 1.0)
-                    if run.step(loss * scale if late else loss):
-                        table["scale"] = scale * 1.1
-                elif how == "Counter":
-                    if run.step(loss * counter["steps"] if late else loss):
-                        counter["steps"] += 1
-                elif how == "NameError":
-                    try:
-                        variable  # noqa: B018 - asked for
-                    except NameError:
-                        variable = 1.0
-                    if run.step(loss * variable if late else loss):
-                        variable *= 1.1
-                elif how == "a constant":
-                    if not hasattr(own, "weights"):
-                        own.weights = torch.tensor([1.0, 2.0])
-                    run.step(F.cross_entropy(model(x), y, weight=own.weights))
-                else:
-                    own.share = 1 + run.progress.step / 10
-                    run.step(loss * own.share)
-            return state_hash(model)
-    except Lost:
-        return "lost"
-    except CheckpointError as error:
-        return str(error)
+    with Run(seed=0, checkpoint=directory, save_every="5 steps") as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        own, table, counter = Own(), {}, Counter()
+        for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
+            if run.progress.step == 5:
+                lose(directory, 5)
+            late = run.progress.step >= 8
+            loss = F.cross_entropy(model(x), y)
+            if how == "hasattr":
+                if not hasattr(own, "scale"):
+                    own.scale = 1.0
+                if run.step(loss * own.scale if late else loss):
+                    own.scale *= 1.1
+            elif how == "get":
+                scale = table.get("scale", 1.0)
+                if run.step(loss * scale if late else loss):
+                    table["scale"] = scale * 1.1
+            elif how == "Counter":
+                if run.step(loss * counter["steps"] if late else loss):
+                    counter["steps"] += 1
+            elif how == "NameError":
+                try:
+                    variable  # noqa: B018 - asked for
+                except NameError:
+                    variable = 1.0
+                if run.step(loss * variable if late else loss):
+                    variable *= 1.1
+            elif how == "a constant":
+                if not hasattr(own, "weights"):
+                    own.weights = torch.tensor([1.0, 2.0])
+                run.step(F.cross_entropy(model(x), y, weight=own.weights))
+            else:
+                own.share = 1 + run.progress.step / 10
+                run.step(loss * own.share)
+        return state_hash(model)
 
 
 def test_what_is_made_again_because_it_is_missing_is_compared_with_what_was_there(tmp_path):
@@ -185,14 +178,14 @@ def test_what_is_made_again_because_it_is_missing_is_compared_with_what_was_ther
     }
     calls = []
     for how in ways:
-        calls += [(made_when_missing, how, str(tmp_path / how))] * 2
+        calls += [(ended, made_when_missing, how, str(tmp_path / how))] * 2
         (tmp_path / f"{how} whole").mkdir()
         for rank in range(2):
             (tmp_path / f"{how} whole" / f"was-lost-{rank}").touch()
-        calls += [(made_when_missing, how, str(tmp_path / f"{how} whole"))]
-    ended = iter(on_world(2, calls))
+        calls += [(ended, made_when_missing, how, str(tmp_path / f"{how} whole"))]
+    results = iter(on_world(2, calls))
     for how, name in ways.items():
-        lost, resumed, whole = next(ended), next(ended), next(ended)
+        lost, resumed, whole = next(results), next(results), next(results)
         assert lost == ["lost"] * 2
         if name is None:
             assert resumed == whole, how

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import FrameType
 from typing import Final, Literal
@@ -32,6 +32,13 @@ Number = float | torch.Tensor
 """One number, or a tensor of no dimension that holds it where one would have to wait for it."""
 Added = tuple[str, Number, Number, Number]
 """A name, a value, its weight and its count."""
+ListsThen = Mapping[int, tuple[list[object], int]]
+"""The script's lists, by `id`, with their lengths at some time."""
+
+
+def _lists_of(frame: FrameType, *, skip: Collection[int] = (), limit: int = 3000) -> ListsThen:
+    lists = find(script_roots(frame), list, skip=skip, limit=limit).values()
+    return {id(each): (each, len(each)) for each in lists if isinstance(each, list)}
 
 
 class _Mean:
@@ -159,9 +166,9 @@ class PassMetrics:
         self.asked_counts = False  #: whether the script has asked if a micro-batch counts, to leave out what does not
         self._bodies: Final[list[tuple[MicroBatchPosition, bool]]] = []  # of the step, and whether they count here
         # The script's lists as each of these bodies began, by `id`, with their lengths then, see `note_lists`.
-        self._lists_of_bodies: Final[list[dict[int, tuple[list[object], int]]]] = []
+        self._lists_of_bodies: Final[list[ListsThen]] = []
         # The script's lists from before an evaluation in this body; None: no evaluation.
-        self._lists: list[tuple[object, int]] | None = None
+        self._lists: ListsThen | None = None
         self._names_of_losses = {"loss"}
         #: Losses of the current step, by the index of the micro-batch, while they are recorded; None: not recorded.
         self.losses: dict[int, list[Number]] | None = None
@@ -210,8 +217,7 @@ class PassMetrics:
         """A context for an evaluation, also inside of the body of `Run.train`, whose means continue afterwards."""
         before = self.inside, self.position, self.samples
         if self.inside == "train" and self._lists is None:
-            lists = find(script_roots(sys._getframe()), list).values()
-            self._lists = [(each, len(each)) for each in lists if isinstance(each, list)]
+            self._lists = _lists_of(sys._getframe())
         self.evaluate = MetricMeans()
         self.inside = "evaluate"
         self._last = before[0] or "evaluate"
@@ -237,9 +243,8 @@ class PassMetrics:
         Empty elsewhere, and for a ``value`` that an evaluation in this body may have given.
         """
         is_last = self.inside == "train" and self.position is not None and self.position.last
-        is_of_step = self._lists is None or any(
-            value is each and isinstance(value, list) and len(value) == length for each, length in self._lists
-        )
+        found, then = (None, 0) if self._lists is None else self._lists.get(id(value), (None, 0))
+        is_of_step = self._lists is None or (found is not None and len(found) == then)
         return self._bodies if is_last and is_of_step else ()
 
     def note_lists(self, frame: FrameType, skip: Iterable[object]) -> None:
@@ -247,8 +252,7 @@ class PassMetrics:
 
         Lists in objects of ``skip`` are left out.
         """
-        lists = find(script_roots(frame), list, skip={id(each) for each in skip}, limit=_MOST_LOOKED_AT).values()
-        self._lists_of_bodies.append({id(each): (each, len(each)) for each in lists if isinstance(each, list)})
+        self._lists_of_bodies.append(_lists_of(frame, skip={id(each) for each in skip}, limit=_MOST_LOOKED_AT))
 
     def depends_on_ranks(self, value: object) -> bool:
         """Whether the order depends on the ranks in which items of bodies lie that ``value`` holds, if any, by rank.

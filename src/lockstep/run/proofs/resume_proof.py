@@ -39,7 +39,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import format_ranks
 from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
-from lockstep.run.proofs.script_state import Lost, lost, script_state, without
+from lockstep.run.proofs.script_state import Lost, lost, plain_values, script_state, without
 from lockstep.run.recovery.survivor import leaves_state
 from lockstep.run.setup.identity import optimizers_of
 from lockstep.run.setup.run_context import RunContext
@@ -142,7 +142,7 @@ class ResumeProof:
     def __init__(self, context: RunContext) -> None:
         self._context: Final = context
         self._checkpointer: Final = context.checkpointer
-        self._settings: StateTree = {}  # what the leader's script held when the training began in this process
+        self._settings: dict[str, str] | None = None  # what the leader's script held when its training began
         self._place: list[int | str] | None = None  # where the script was looked at; None: not since the last step
         self._script: StateTree = {}  # values that the leader's script held there
         self._samples: dict[str, int] = {}  # checksums by the index of the micro-batch
@@ -166,7 +166,7 @@ class ResumeProof:
             if self.left_script.is_entered and self._context.group.leads:
                 now = self.left_script.now()
                 # A value as it was when the training began is no state but a setting, which a user may change.
-                without(now["script"], self._settings)
+                without(now["script"], self._settings or {})
                 self._checkpointer.note_next_step(step, now)
 
     def resumed(self, left: Mapping[str, Any] | None) -> None:
@@ -211,8 +211,8 @@ class ResumeProof:
     def training_begins(self) -> None:
         """Note what the script has set before the training begins, or goes on."""
         context = self._context
-        if context.directory and context.settings.replay and not self._settings:
-            self._settings = self._script_of(_outer_loop(sys._getframe(), context))
+        if self._settings is None and context.directory and context.settings.replay and context.group.leads:
+            self._settings = plain_values(_outer_loop(sys._getframe(), context), context.state)
 
     def comes_to_pass(self) -> None:
         """Look at the script, which begins a turn of the outer loop or goes on in a pass, if it was left there."""

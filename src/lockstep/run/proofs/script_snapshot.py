@@ -37,6 +37,7 @@ import torch
 from lockstep.run.source.reachable import (
     ITERATORS,
     MODULE_PARTS,
+    NUMBERS,
     is_foreign,
     is_plain,
     parts_of,
@@ -57,7 +58,6 @@ _ABSENT: Final = object()
 
 _Undo = Callable[[], object]
 _UndosOf = Callable[[Any], Iterator[_Undo]]
-_NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
 #: Modules of locks, queues and threads; and of files and connections.
 _OF_THREADS: Final = {"_thread", "threading", "queue", "_queue", "concurrent", "multiprocessing", "asyncio"}
 _OF_FILES: Final = {"_io", "io", "gzip", "mmap", "socket", "_socket", "sqlite3", "ssl", "subprocess", "tempfile"}
@@ -91,7 +91,7 @@ class ScriptSnapshot:
             waiting.extend(value for value in named if issubclass(type(value), (type, ModuleType)))
         while waiting and len(self._seen) < most:
             value = waiting.popleft()
-            if not (type(value) in _NUMBERS or id(value) in self._seen or _is_left_alone(value)):
+            if not (type(value) in NUMBERS or id(value) in self._seen or _is_left_alone(value)):
                 self._note_all(value)
                 waiting.extend(_parts(value))
 

@@ -32,6 +32,7 @@ from lockstep.run.inputs.training_inputs import training_inputs
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import (
     CACHES,
+    NUMBERS,
     TENSOR_RANK,
     Mark,
     find,
@@ -53,9 +54,9 @@ from lockstep.run.state.user_values import PlainValue
 
 _DEPTH: Final = 6  # such as a trainer, its callbacks, one of them, its list of models, one of these, and its weights
 _MOST_PLAIN: Final = 2000
+_MOST_VISITED: Final = 5 * _MOST_PLAIN  # objects, for which function or class each is
 _MOST_OF_ONE: Final = 500  # of one variable
-_NUMBERS: Final = (int, float, complex, str, bytes, type(None))
-_ITEMS: Final = (*_NUMBERS, torch.Tensor)
+_ITEMS: Final = (*NUMBERS, torch.Tensor)
 _CALLED: Final = (FunctionType, BuiltinFunctionType, MethodType, type)
 _SHOWN: Final = 40  # characters of a value
 _MISSING: Final = {"NameError", "UnboundLocalError", "AttributeError", "KeyError", "LookupError"}
@@ -75,20 +76,12 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
     Objects of the run are left out. ``calls`` are the calls that were seen in the functions' lines. Waits for the GPU
     if the script holds copies of weights.
     """
-    roots = script_roots(frame)
     known = _of_run(state)
-    skip = known.keys()
     dead = {each: _dead_in(each) for each in script_frames(frame)}
-    unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
-    classes = {name: it for each in dead for name, it in variables_of(each).items() if isinstance(it, type)}
-    named = classes | {name: value for name, value in roots.items() if name not in unread}
-    roots = {name: value for name, value in roots.items() if name in named and id(value) not in skip}
+    named = _variables(frame, dead)
+    roots = _own(named, known)
     # Of a module's own lines, the variables are the module's.
     own_dead = {id(each.f_globals if each.f_code.co_name == "<module>" else each): dead[each] for each in dead}
-    marks: dict[str, Mark] = {}
-    # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
-    for name, value in roots.items():
-        marks |= look({name: value}, skip=skip, depth=_DEPTH, limit=min(_MOST_OF_ONE, _MOST_PLAIN - len(marks)))
     read = training_inputs(frame, state, calls)
     for key, (place, _) in [*read.places.items()]:
         if place.name in own_dead.get(id(place.owner), ()):
@@ -99,13 +92,39 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
         "variables": sorted(roots),
         "inputs": _inputs(read.themselves(read.held_between())) | whole,
         "made": _inputs(read.themselves(read.held_when_needed())),
-        "weights": {name: sums for name, value in roots.items() if (sums := _weights_in(value, skip, state.models))},
-        "plain": {
-            path: text
-            for path, text in (*_referents(named, known), *((path, _shown(mark)) for path, mark in marks.items()))
-            if text and "._" not in path  # such as a module's hooks
+        "weights": {
+            name: sums for name, value in roots.items() if (sums := _weights_in(value, known.keys(), state.models))
         },
+        "plain": _plain(named, known),
     }
+
+
+def plain_values(frame: FrameType | None, state: State) -> dict[str, str]:
+    """The numbers, texts and the like of `script_state` by itself, without reading the script's source for inputs."""
+    return _plain(_variables(frame, {each: _dead_in(each) for each in script_frames(frame)}), _of_run(state))
+
+
+def _variables(frame: FrameType | None, dead: Mapping[FrameType, frozenset[str]]) -> dict[str, object]:
+    """The script's variables, with those that are classes, without those that are ``dead`` in a running function."""
+    roots = script_roots(frame)
+    unread = {root_of(each, name, roots) for each, names in dead.items() for name in names}
+    classes = {name: it for each in dead for name, it in variables_of(each).items() if isinstance(it, type)}
+    return classes | {name: value for name, value in roots.items() if name not in unread}
+
+
+def _own(named: Mapping[str, object], known: Mapping[int, str]) -> dict[str, object]:
+    """Of the script's variables, those that are neither classes nor objects of the run."""
+    return {name: value for name, value in named.items() if not isinstance(value, type) and id(value) not in known}
+
+
+def _plain(named: Mapping[str, object], known: Mapping[int, str]) -> dict[str, str]:
+    marks: dict[str, Mark] = {}
+    # Each by itself: what a variable of a loop reaches, too, is not there yet under that name where a script resumes.
+    for name, value in _own(named, known).items():
+        limit = min(_MOST_OF_ONE, _MOST_PLAIN - len(marks))
+        marks |= look({name: value}, skip=known.keys(), depth=_DEPTH, limit=limit)
+    texts = (*_referents(named, known), *((path, _shown(mark)) for path, mark in marks.items()))
+    return {path: text for path, text in texts if text and "._" not in path}  # such as a module's hooks
 
 
 def _of(value: object) -> str:
@@ -122,12 +141,13 @@ def _referents(roots: Mapping[str, object], known: Mapping[int, str]) -> Iterato
     """Which function, class or kind of object a variable of ``roots`` leads to, and its attributes and items."""
     seen = set[int]()
     waiting = deque((name, value, 2) for name, value in roots.items())
-    while waiting and len(seen) < _MOST_PLAIN:
+    for _ in range(_MOST_VISITED):
+        if not waiting:
+            return
         path, value, left = waiting.popleft()
-        text = _referent(value, known)
-        if text:
+        if text := _referent(value, known):
             yield path, text
-        if left and id(value) not in {*known, *seen} and not isinstance(value, _CALLED):
+        if left and id(value) not in known and id(value) not in seen and not isinstance(value, _CALLED):
             seen.add(id(value))
             waiting.extend((path + step, part, left - 1) for step, part in parts_of(value))
 
@@ -148,7 +168,7 @@ def _referent(value: object, known: Mapping[int, str]) -> str:
 def _of_run(state: State) -> dict[int, str]:
     """The objects of the run, by `id`, in words; not numbers and texts, each of which many variables may have."""
     kept = ((name, value.value if isinstance(value, PlainValue) else value) for name, value in state.kept.items())
-    found = {id(value): f"run.kept.{name}" for name, value in kept if not isinstance(value, _NUMBERS)}
+    found = {id(value): f"run.kept.{name}" for name, value in kept if not isinstance(value, NUMBERS)}
     found |= {id(each.scheduler): f"scheduler {number}" for number, each in enumerate(state.schedulers)}
     found |= {id(each): f"optimizer {number}" for number, each in enumerate(state.optimizers)}
     return found | {id(each): f"model {number}" for number, each in enumerate(state.models)}
@@ -200,9 +220,8 @@ def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -
     return ""
 
 
-def without(script: StateTree, others: Mapping[str, Any]) -> None:
-    """Remove the numbers, texts and the like from ``script``, see `script_state`, that ``others`` hold as well."""
-    plain = others.get("plain", {})
+def without(script: StateTree, plain: Mapping[str, str]) -> None:
+    """Remove the numbers, texts and the like from ``script``, see `script_state`, that ``plain`` holds as well."""
     for kind in ("inputs", "made", "plain"):
         for path, held in [*script[kind].items()]:
             is_same = plain.get(path) == (held if kind == "plain" else held["value"])

@@ -63,7 +63,7 @@ from lockstep.torch_private import batches_yielded, version_of
 _MOST_ITEMS: Final = 500  # of one list or dict
 _VISITS: Final = 5  # objects that are looked at for each mark
 SMALL: Final = 1 << 20  #: elements of a tensor or an array that are read
-_NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))
+NUMBERS: Final = (bool, int, float, complex, str, bytes, type(None))  #: and texts, and None
 GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 #: The methods of Python's own objects, such as `itertools.count().__next__`.
 BUILTIN_METHODS: Final = (BuiltinFunctionType, MethodWrapperType)
@@ -148,7 +148,7 @@ def look(
         if not waiting or len(marks) >= limit:
             break
         path, value, left = waiting.popleft()
-        is_number = type(value) in _NUMBERS  # of which one object may be the value of many variables
+        is_number = type(value) in NUMBERS  # of which one object may be the value of many variables
         if not is_number and (id(value) in seen or issubclass(type(value), but)):
             continue
         if (mark := mark_of(value)) is not None:
@@ -181,7 +181,7 @@ def find(
         seen.add(id(value))
         if issubclass(type(value), kind):
             found[path] = value
-        elif left and type(value) not in _NUMBERS:
+        elif left and type(value) not in NUMBERS:
             waiting.extend((path + step, part, left - 1) for step, part in parts_of(value))
     return found
 
@@ -309,7 +309,7 @@ def _seen_of_array(value: np.ndarray[Any, Any]) -> object:
 
 
 def _seen_of_set(value: Any) -> object:
-    return len(value), sorted(repr(item) for item in itertools.islice(value, _MOST_ITEMS) if type(item) in _NUMBERS)
+    return len(value), sorted(repr(item) for item in itertools.islice(value, _MOST_ITEMS) if type(item) in NUMBERS)
 
 
 def _steps_of(value: Any) -> object:
@@ -338,7 +338,7 @@ def _numbers_in(value: object) -> object:
         return [_numbers_in(item) for item in value[:_MOST_ITEMS]]
     if hasattr(type(value), "__length_hint__") and isinstance(value, ITERATORS):
         return operator.length_hint(value)
-    return value if type(value) in _NUMBERS else None
+    return value if type(value) in NUMBERS else None
 
 
 def _checksum(value: object) -> int:
@@ -384,7 +384,7 @@ def _walk(value: Any, kind: type) -> Iterator[tuple[str, object]]:
         return
     if issubclass(kind, dict):
         for number, (key, item) in enumerate(_first(dict.items(value))):
-            yield f"[{key!r}]" if type(key) in _NUMBERS else f".values[{number}]", item
+            yield f"[{key!r}]" if type(key) in NUMBERS else f".values[{number}]", item
     elif issubclass(kind, list | tuple | deque):
         names = getattr(kind, "_fields", ()) if issubclass(kind, tuple) else ()
         for index, item in enumerate(_first(value)):
@@ -440,7 +440,7 @@ def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
 
 def _is_variable(item: object) -> bool:
     kind = type(item)
-    return kind in _NUMBERS or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, dict, list, set, deque))
+    return kind in NUMBERS or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, dict, list, set, deque))
 
 
 def is_foreign(kind: type) -> bool:
