@@ -49,6 +49,8 @@ from lockstep.launch_contract import EXIT_FAILED, EXIT_STOPPED, RUN_FILE, STOP_F
 from lockstep.report import StatusFile
 
 _TICK_S = 0.1
+#: While there is no plan, each tick is longer than the one before by this.
+_FIRST_TICK_S = 0.001
 #: See `Agent`.
 AfterFailure = Callable[[Sequence[RankExit], int], bool]
 
@@ -165,10 +167,13 @@ class Agent:
         return code
 
     def _until_over(self) -> int:
+        rounds = 0
         while True:
             # First: a node that was stopped may have been replaced, and its leader's log is another one's then.
             code = self._look_at_lease()
-            self._workers.poll(_TICK_S if self._report.plan_seen else 0.0)
+            # A first plan comes within milliseconds, or when other nodes have come, which may take hours.
+            self._workers.poll(_TICK_S if self._report.plan_seen else min(_TICK_S, rounds * _FIRST_TICK_S))
+            rounds += 1
             self._store.beat()
             self._look_after()
             self._check_stop_file()

@@ -103,6 +103,19 @@ def test_a_coordinator_that_was_replaced_while_it_stood_still_shows_nothing_of_t
     assert err.getvalue() == "n2 is the coordinator now (term 2)\n"
 
 
+def test_who_waits_for_the_first_plan_looks_for_it_more_and_more_seldom(err):
+    """Other nodes may come hours later: their launcher spun meanwhile, at a third of a core."""
+    node, waited = agent(err, is_coordinator=False), []
+    node._workers = SimpleNamespace(current=SimpleNamespace(running=False), poll=waited.append)
+    node._look_at_lease = lambda: EXIT_STOPPED if len(waited) == 200 else None
+    node._store.beat = node._look_after = node._check_stop_file = node._tell_failure = node._send_report = lambda: None
+    node._store.plan, node._follow = Plan, lambda plan: None
+    assert node._until_over() == EXIT_STOPPED
+    assert waited[0] == 0.0
+    assert sum(waited[:20]) < 0.2 < 5 < sum(waited[:110]) < 7
+    assert waited[110:] == [waited[110]] * 91
+
+
 def test_a_node_that_is_told_to_stop_while_the_coordinator_is_away_waits_for_it_to_save(err):
     """Such as while the launchers' store is replaced. Who insists, or has waited for the grace, waits no longer."""
     node, did = agent(err, is_coordinator=False), []

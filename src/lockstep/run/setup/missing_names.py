@@ -30,8 +30,19 @@ _ATTRIBUTES: Final[Mapping[str, str]] = {
     "local_rank": "run.world.local_rank",
     "print": "run.say(...)",
     "wait_for_everyone": "run.barrier()",
-    "all_gather": "run.gather(...)",
-    "all_reduce": "run.sum(...) or run.mean(...)",
+    **dict.fromkeys(("all_gather", "gather_for_metrics"), "run.gather(...)"),
+    **dict.fromkeys(("all_reduce", "reduce"), "run.sum(...) or run.mean(...)"),
+    **dict.fromkeys(
+        ("prepare", "setup"), "run.model(model), run.optimizer(optimizer) and run.loader(dataset, global_batch=...)"
+    ),
+    "setup_dataloaders": "run.loader(dataset, global_batch=...)",
+    **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "Run(clip_norm=...)"),
+    **dict.fromkeys(("accumulate", "no_sync", "no_backward_sync"), "run.loader(..., global_batch=..., micro_batch=...)"),
+    "autocast": "Run(precision='bf16')",
+    **dict.fromkeys(("load", "load_state", "load_checkpoint"), "lockstep run --resume"),
+    **dict.fromkeys(("save_state", "save_checkpoint"), "Run(save_every='5 min'), or for the model alone run.save(model, path)"),
+    "register_for_checkpointing": "run.keep(name=...)",
+    **dict.fromkeys(("main_process_first", "rank_zero_first"), "run.leader_first()"),
 }
 
 
