@@ -37,10 +37,14 @@ _ATTRIBUTES: Final[Mapping[str, str]] = {
     ),
     "setup_dataloaders": "run.loader(dataset, global_batch=...)",
     **dict.fromkeys(("clip_grad_norm_", "clip_gradients"), "Run(clip_norm=...)"),
-    **dict.fromkeys(("accumulate", "no_sync", "no_backward_sync"), "run.loader(..., global_batch=..., micro_batch=...)"),
+    **dict.fromkeys(
+        ("accumulate", "no_sync", "no_backward_sync"), "run.loader(dataset, global_batch=..., micro_batch=...)"
+    ),
     "autocast": "Run(precision='bf16')",
     **dict.fromkeys(("load", "load_state", "load_checkpoint"), "lockstep run --resume"),
-    **dict.fromkeys(("save_state", "save_checkpoint"), "Run(save_every='5 min'), or for the model alone run.save(model, path)"),
+    **dict.fromkeys(
+        ("save_state", "save_checkpoint"), "Run(save_every='5 min'), and run.save(model, path) for a model"
+    ),
     "register_for_checkpointing": "run.keep(name=...)",
     **dict.fromkeys(("main_process_first", "rank_zero_first"), "run.leader_first()"),
 }
