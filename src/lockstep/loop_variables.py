@@ -12,10 +12,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-_READ_ALL: Final = {"locals", "globals", "vars", "dir", "eval", "exec"}
+#: What may read every variable by its name.
+READ_ALL: Final = {"locals", "globals", "vars", "dir", "eval", "exec"}
 _SCOPES: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 #: What reads variables of the function around it whenever it is called or gone through.
-_LATER: Final = (*_SCOPES, ast.GeneratorExp)
+LATER: Final = (*_SCOPES, ast.GeneratorExp)
 
 
 def fresh_variables(node: ast.For | ast.AsyncFor | ast.While) -> frozenset[str]:
@@ -37,7 +38,7 @@ def dead_at(function: ast.AST, line: int) -> frozenset[str]:
     or the like may read all variables.
     """
     named = _named([function])
-    if not named.keys().isdisjoint(_READ_ALL):
+    if not named.keys().isdisjoint(READ_ALL):
         return frozenset()
     dead: set[str] = set()
     block: Sequence[ast.stmt] = getattr(function, "body", ())
@@ -47,7 +48,7 @@ def dead_at(function: ast.AST, line: int) -> frozenset[str]:
             if isinstance(node, ast.Assign) and all(isinstance(each, ast.Name | ast.Tuple) for each in node.targets):
                 between = block[number : place - 1]
                 here = _named([*node.targets, *between])
-                later = _named(part for each in between for part in ast.walk(each) if isinstance(part, _LATER))
+                later = _named(part for each in between for part in ast.walk(each) if isinstance(part, LATER))
                 dead.update(v for v in stored(node.targets) if named[v] == here[v] and v not in later)
         node = block[place - 1]
         block = next((inner for inner in _blocks(node) if _holds(inner, line)), ())

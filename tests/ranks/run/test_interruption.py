@@ -100,6 +100,9 @@ LOST = {
 }
 
 
+pytestmark = pytest.mark.together  # what they look at is trained once
+
+
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     place = tmp_path_factory.mktemp("interrupted")

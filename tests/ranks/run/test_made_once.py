@@ -85,6 +85,9 @@ OWN = {"by label": "anchors[", "by name": "initial['task']", "list": "balance.fi
 EQUAL = ("mask", "samples", "prepared list", "workspace", "hook")
 
 
+pytestmark = pytest.mark.together  # what they look at is trained once
+
+
 @pytest.fixture(scope="module")
 def ended():
     return dict(zip((*OWN, *EQUAL), on_world(2, [(trained, how) for how in (*OWN, *EQUAL)]), strict=True))

@@ -161,6 +161,13 @@ def made_when_missing(how, directory):
                 if not hasattr(own, "weights"):
                     own.weights = torch.tensor([1.0, 2.0])
                 run.step(F.cross_entropy(model(x), y, weight=own.weights))
+            elif how == "a name for two things":
+                count = table.get("count", 0)
+                if run.step(loss):
+                    table["count"] = count + 1
+                    if table["count"] % 3 == 0:
+                        loss = model(X[:2]).sum()
+                        print(f"for the log: {loss.item():.3f}")
             else:
                 own.share = 1 + run.progress.step / 10
                 run.step(loss * own.share)
@@ -175,6 +182,7 @@ def test_what_is_made_again_because_it_is_missing_is_compared_with_what_was_ther
         "NameError": "variable",
         "a constant": None,
         "in each body": None,
+        "a name for two things": None,
     }
     calls = []
     for how in ways:

@@ -201,7 +201,7 @@ class InputFollower:
         if path == WORLD_SIZE:
             self.found.ranks.append(RankUse(given, "WORLD_SIZE"))
         if context.is_local(path.root) or path.root in context.reads.outer or not context.is_function:
-            made = context.made_of(path.root)
+            made = context.reads.set_from.get(path.root, ())
             if given.kind == "told" and (is_of_all_ranks(context, made) or is_given_to_all(context, path.root)):
                 return []
             attribute = path.attributes[0] if path.attributes else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
@@ -18,7 +18,7 @@ from lockstep.run.source.decided_tests import UNKNOWN, changed_names, value_of_t
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_paths import Path, is_of_comprehension
+from lockstep.run.source.source_paths import Path, name_in_script
 from lockstep.run.source.source_reads import (
     ITEMS,
     NO_LOOP,
@@ -97,9 +97,9 @@ class Context:
         return bool(self.code.co_flags & inspect.CO_OPTIMIZED)
 
     def is_local(self, name: str) -> bool:
-        """Whether ``name`` is a variable of the function's own, or of a comprehension in it."""
+        """Whether ``name`` is a variable of the function's own, or one that has a name of its own only here."""
         is_own = name in self.code.co_varnames or name in self.code.co_cellvars or name in self.arguments
-        return is_own or is_of_comprehension(name)
+        return is_own or name != name_in_script(name)
 
     @functools.cached_property
     def loop(self) -> Loop:
@@ -117,18 +117,6 @@ class Context:
             if value is not UNKNOWN and bool(value) is not holds:
                 return True
         return False
-
-    def made_of(self, name: str) -> Sequence[Read]:
-        """What the variable ``name`` of the function is computed from, and the conditions under which that is done.
-
-        Of a variable that only loops set, several of them, as `for x, y in run.train(...)` and `in run.evaluate(...)`,
-        without the conditions under which these loops run: each loop reads the variable that it has set.
-        """
-        loops = {loop.first for loop in self.reads.loops if name in loop.items}
-        changes = [change for change in self.reads.changes if change.path == Path(name)]
-        if len(loops) > 1 and all(change.line in loops for change in changes):
-            return [read for change in changes for read in change.value]
-        return self.reads.set_from.get(name, ())
 
     def settled_value(self, path: Path) -> object:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""

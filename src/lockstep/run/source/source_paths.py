@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeVar
 
 _Node = TypeVar("_Node", bound=ast.AST)
 OF_COMPREHENSION: Final = " in "  #: before the place of a comprehension, in the name of a variable of its own
+OF_USE: Final = " at "  #: before the place where a name begins to stand for another variable, in that one's own name
 
 
 class Path(NamedTuple):
@@ -20,9 +21,7 @@ class Path(NamedTuple):
     @property
     def text(self) -> str:
         """The text of the path in the script."""
-        return self.root.partition(OF_COMPREHENSION)[0] + "".join(
-            name if is_key(name) else f".{name}" for name in self.attributes
-        )
+        return name_in_script(self.root) + "".join(name if is_key(name) else f".{name}" for name in self.attributes)
 
     @property
     def owner(self) -> Path:
@@ -36,6 +35,11 @@ class Path(NamedTuple):
         while end and is_key(self.attributes[end - 1]):
             end -= 1
         return Path(self.root, self.attributes[:end])
+
+
+def name_in_script(name: str) -> str:
+    """The name that the script has for a variable."""
+    return name.partition(OF_COMPREHENSION)[0].partition(OF_USE)[0]
 
 
 def is_of_comprehension(name: str) -> bool:

@@ -21,12 +21,14 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from lockstep.loop_variables import fresh_variables, stored
+from lockstep.run.source.reused_names import with_separate_names
 from lockstep.run.source.source_paths import (
     OF_COMPREHENSION,
     Path,
     all_of,
     asks_for_several_ranks,
     is_of_comprehension,
+    name_in_script,
     path_of,
     text_part,
     with_names,
@@ -203,7 +205,7 @@ def reads_of(code: CodeType) -> Reads | None:
     else:
         if not isinstance(node, ast.Module):
             reader.reads.parameters = node.args
-        reader.block(node.body)
+        reader.block(with_separate_names(node).body)
     return reader.reads
 
 
@@ -361,7 +363,7 @@ class _Reader:
                 self._set(name, read)
                 self.reads.bound_to.setdefault(name, []).append(tuple(read))
                 if not is_of_comprehension(name):
-                    self._change(Path(name), read, target.lineno)
+                    self._change(Path(name_in_script(name)), read, target.lineno)
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 for one in targets:
                     self._bind(one, read)
