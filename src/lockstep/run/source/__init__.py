@@ -1,7 +1,7 @@
 """The script as text: the variables that its lines read and write, and the functions that they run.
 
-    reused_names ─┐                      a name that stands for several things in a function: a name for each
-    source_paths ─┴► source_reads         what a function computes its values from: paths, calls
+    variable_names ─┐                     a name that stands for several things in a function: a name for each
+    source_paths ───┴► source_reads       what a function computes its values from: paths, calls
     source_reads ──► script_places        values that outlive a body: variables, and attributes of what they hold
              └─────► decided_tests        tests that are decided for the whole run, so that a branch is never taken
     script_functions ──► script_callees   which functions run where an object is called, by name or as a callback

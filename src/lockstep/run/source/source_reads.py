@@ -21,7 +21,6 @@ from types import CodeType
 from typing import Final, NamedTuple
 
 from lockstep.loop_variables import fresh_variables, stored
-from lockstep.run.source.reused_names import with_separate_names
 from lockstep.run.source.source_paths import (
     OF_COMPREHENSION,
     Path,
@@ -34,6 +33,7 @@ from lockstep.run.source.source_paths import (
     with_names,
     within,
 )
+from lockstep.run.source.variable_names import with_separate_names
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ITEMS: Final = "__iter__"  #: the method that a loop over an object calls

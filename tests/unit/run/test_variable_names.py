@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from lockstep.run.source.reused_names import with_separate_names
 from lockstep.run.source.source_paths import name_in_script
+from lockstep.run.source.variable_names import with_separate_names
 
 
 def separated(text):
