@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -253,3 +254,36 @@ def test_it_is_told_which_functions_and_objects_variables_led_to(tmp_path, capsy
     assert "current (run.kept.fast, now run.kept.slow)" in line
     assert "best (0." in line
     assert "rates (2, now 0)" in line, "the number that is kept is another one"
+
+
+def rates_of_epochs(how, directory):
+    """A script that takes the rate of each epoch from a queue, or from the lines of a file."""
+    os.environ["LOCKSTEP_RESUME"] = "1"
+    text = Path(directory, "rates.txt")
+    text.write_text("0.1\n0.05\n0.02\n")
+    rates = Queue()
+    for line in text.read_text().splitlines():
+        rates.put(line)
+    with Run(seed=0, checkpoint=Path(directory, "saved"), save_every="1 epoch") as run, text.open() as lines:
+        model = run.model(nn.Linear(4, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for epoch in run.epochs(3):
+            if epoch == 1:
+                lose(directory + "/saved", EPOCH)
+            for x, y in run.train(run.loader((X, Y), global_batch=8, micro_batch=2)):
+                run.step(F.cross_entropy(model(x), y))
+            optimizer.param_groups[0]["lr"] = float(rates.get() if how == "queue" else lines.readline())
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("queue", r"rates, which .* depends on, was 2 items of checksum \w+ when it began, and is 3 items of"),
+        ("file", "lines, which .* depends on, was a file at position 4 when it began, and is a file at position 0 now"),
+    ],
+)
+def test_queues_and_files_go_on_where_they_were(tmp_path, how, says):
+    with pytest.raises(Lost):
+        rates_of_epochs(how, str(tmp_path))
+    with pytest.raises(CheckpointError, match=says):
+        rates_of_epochs(how, str(tmp_path))

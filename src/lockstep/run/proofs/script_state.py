@@ -13,11 +13,14 @@ the training depends on the variable, and whether the variable is set again befo
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import io
 import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping
+from queue import Queue
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any, Final, NamedTuple
 
@@ -128,7 +131,16 @@ def _plain(named: Mapping[str, object], known: Mapping[int, str]) -> dict[str, s
 
 
 def _of(value: object) -> str:
-    """A text for a function, a class, or the items of a sequence of numbers, texts and tensors; "" for others."""
+    """A text for a function, a class, a file that is read, or the numbers, texts and tensors of a sequence or queue.
+
+    "" for others, and where the text cannot be known.
+    """
+    if isinstance(value, io.IOBase):
+        with contextlib.suppress(OSError, ValueError):  # closed, a pipe, or in the midst of a loop over its lines
+            return f"a file at position {value.tell()}" if value.readable() else ""
+        return ""
+    if isinstance(value, Queue):
+        value = value.queue
     if isinstance(value, list | tuple | deque):
         marks = [mark_of(item) for item in value if isinstance(item, _ITEMS)] if len(value) <= _MOST_OF_ONE else []
         texts = [_shown(mark) for mark in marks if mark is not None]
