@@ -230,7 +230,7 @@ def test_what_one_evaluation_fills_another_may_measure_with():
 
 
 def test_one_number_of_each_rank_is_told_where_the_training_is_computed_from_it():
-    told = "brings together one number of each rank, and what is written into optimizer.param_groups is computed from"
+    told = "brings together one number of each rank, and optimizer.param_groups[0]['lr'] is computed from"
     ways = ("gathered", "mean", "logged")
     for how, (first, other) in zip(ways, on_world(2, [(rated, how) for how in ways]), strict=True):
         assert first.count(told) == (how != "logged"), how

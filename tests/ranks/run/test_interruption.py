@@ -93,8 +93,8 @@ SCRIPT = """
 #: By what the script keeps for itself: the words of the error, which names what has begun anew.
 LOST = {
     "teacher": "self held other weights when it began",
-    "count": "self.updates, which what is written into self.optimizer.param_groups",
-    "recorded": "self.updates, which what is written into self.optimizer.param_groups",
+    "count": "self.updates, which self.optimizer.param_groups[0]['lr'] depends on",
+    "recorded": "self.updates, which self.optimizer.param_groups[0]['lr'] depends on",
     "multiplied": "self.hard, which ",
     "generator": "self.rng, which ",
 }

@@ -1097,7 +1097,7 @@ def test_so_is_what_a_function_hands_on_to_the_one_that_writes(tmp_path, monkeyp
 def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path, monkeypatch):
     """The rate is set from a variable that a resume begins anew, which shows epochs later only."""
     after = "turn += 1\nif turn == of:\n    optimizer.param_groups[0]['lr'] = 0.01"
-    words = r"turn, which what is written into optimizer.param_groups depends on, was 2 when it began, and is 1 now"
+    words = r"turn, which optimizer.param_groups\[0\]\['lr'\] depends on, was 2 when it began, and is 1 now"
     with pytest.raises(CheckpointError, match=words):
         resumed(tmp_path, monkeypatch, before="turn, of = 0, 5", after=after)
 

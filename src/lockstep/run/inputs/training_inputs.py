@@ -215,8 +215,7 @@ def given_by(follower: InputFollower, context: Context, *, in_loop: bool = False
             is_own = is_of(written, nn.Module) and file_of(sys.modules.get(type(written).__module__))
             if is_own and use.target.root in context.arguments:
                 continue  # what a module notes by itself matters where its forward pass reads it
-            what = f"what is written into {use.target.text}"
-            found.append(Given("write", what, where, (*use.value, *use.conditions)))
+            found.append(Given("write", use.written, where, (*use.value, *use.conditions)))
         if noted := [given for given in found[before:] if given.kind in NOTED]:
             exits = tuple(read for loop in use.loops for read in context.reads.exits[loop])
             found.append(noted[0]._replace(kind="exit", reads=exits))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import re
 from collections.abc import Iterator
 from typing import Final, NamedTuple, TypeVar
 
@@ -40,6 +41,11 @@ class Path(NamedTuple):
 def name_in_script(name: str) -> str:
     """The name that the script has for a variable."""
     return name.partition(OF_COMPREHENSION)[0].partition(OF_USE)[0]
+
+
+def text_in_script(node: ast.expr) -> str:
+    """The text of an expression, with the names that the script has."""
+    return re.sub(rf"({OF_COMPREHENSION}|{OF_USE})\d+:\d+", "", ast.unparse(node))
 
 
 def is_of_comprehension(name: str) -> bool:

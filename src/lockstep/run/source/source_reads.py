@@ -29,6 +29,7 @@ from lockstep.run.source.source_paths import (
     is_of_comprehension,
     name_in_script,
     path_of,
+    text_in_script,
     text_part,
     with_names,
     within,
@@ -118,6 +119,7 @@ class Use(NamedTuple):
 
     read: Call | None
     target: Path | None  #: the object that is written to
+    written: str  #: the text of the attribute or item of it, such as ``group['lr']``
     value: tuple[Read, ...]
     conditions: tuple[Read, ...]
     loops: tuple[int, ...]  #: those around it, as indices into `Reads.exits`; the first one is the function
@@ -261,7 +263,7 @@ class _Reader:
                 read = self.expression(value)
                 self._bind(target, [*self.expression(target), *read])
                 if (path := path_of(target)) is not None:  # a tensor is changed in place
-                    self._use(None, path, read, target.lineno)
+                    self._use(None, path, read, target)
             case (
                 ast.For(target=target, iter=items, body=body, orelse=orelse)
                 | ast.AsyncFor(target=target, iter=items, body=body, orelse=orelse)
@@ -326,10 +328,9 @@ class _Reader:
     def _sometimes(self) -> bool:
         return bool(self._tests) or any(self.reads.exits[loop] for loop in self._loops)
 
-    def _use(self, call: Call | None, target: Path | None, value: Sequence[Read], line: int) -> None:
-        self.reads.uses.append(
-            Use(call, target, tuple(value), self._conditions, self._loops, line, self._sometimes, self._guards)
-        )
+    def _use(self, call: Call | None, target: Path | None, value: Sequence[Read], node: ast.expr) -> None:
+        around = (self._conditions, self._loops, node.lineno, self._sometimes, self._guards)
+        self.reads.uses.append(Use(call, target, text_in_script(node), tuple(value), *around))
 
     def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
         self.reads.changes.append(self._changed(path, value, line))
@@ -373,7 +374,7 @@ class _Reader:
                 if (path := path_of(target)) is not None:
                     self._set(path.text, read)
                     self._change(path, read, target.lineno)
-                self._write(owner, read, target.lineno)
+                self._write(owner, read, target)
             case ast.Subscript(value=owner, slice=place):
                 read = [*read, *self.expression(place)]
                 if (path := path_of(owner)) is not None:
@@ -382,7 +383,7 @@ class _Reader:
                     self._change(path, read, target.lineno)
                 elif (path := path_of(owner)) is not None:
                     self.reads.items_set.append(self._changed(path, read, target.lineno))
-                self._write(owner, read, target.lineno)
+                self._write(owner, read, target)
 
     def _set(self, name: str, read: Iterable[Read]) -> None:
         lines = [one.lines for one in self.reads.statements[-1:]]  # a lambda has none
@@ -391,11 +392,11 @@ class _Reader:
     def _guarded(self, reads: tuple[Read, ...]) -> tuple[Read, ...]:
         return (Choice(self._guards, reads),) if self._guards and reads else reads
 
-    def _write(self, owner: ast.expr, read: Sequence[Read], line: int) -> None:
+    def _write(self, owner: ast.expr, read: Sequence[Read], target: ast.expr) -> None:
         while isinstance(owner, ast.Subscript):
             owner = owner.value
         if (path := path_of(owner)) is not None:
-            self._use(None, path, read, line)
+            self._use(None, path, read, target)
 
     # ---- what is read ------------------------------------------------------------------------------------------
 
@@ -514,7 +515,7 @@ class _Reader:
             next((number for number, one in enumerate(node.args) if isinstance(one, ast.Starred)), len(node.args)),
             method=getattr(node.func, "attr", getattr(node.func, "id", "")),
         )
-        self._use(call, None, (), node.lineno)
+        self._use(call, None, (), node)
         owner = path_of(_changed_by_chain(node.func.value)) if isinstance(node.func, ast.Attribute) else None
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
