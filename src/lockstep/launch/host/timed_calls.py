@@ -28,7 +28,7 @@ _PATIENCE_S = 0.5
 #: How long files may take that are needed before a run begins.
 _START_S = 60.0
 #: When the user is told of a file that does not answer: a busy disk answers before.
-_SILENT_S = 2.0
+_SILENT_S = 5.0
 #: When a file that did not answer is asked again; then after twice the time, and so on.
 _AGAIN_S = (5.0, 120.0)
 #: Threads that wait for files which do not answer; more are not started.

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Final, TypedDict
 
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.launch.diagnosis.hang_monitor import HangMonitor
@@ -16,6 +17,16 @@ from lockstep.launch.terminal.console import Tail
 from lockstep.launch.workers.output_comparison import OutputComparison
 from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.report import StatusFile
+
+
+class _Patience(TypedDict, total=False):
+    """How long a file may take, see `FileThread.ask`."""
+
+    urgent: bool
+    within_s: float
+
+
+_LAST: Final[_Patience] = {"urgent": True, "within_s": 5.0}  # well before this node counts as lost
 
 
 class RankOutput:
@@ -70,26 +81,30 @@ class RankOutput:
             log = self._files.ask(lambda: Tail(self._job.log(rank), starts[rank]), None, of=self._job.log(rank))
             self._comparison = OutputComparison(rank, log) if log is not None else None
 
-    def show(self) -> bool:
-        """Show what the leader and the attached rank wrote; returns whether there was something to show."""
+    def show(self, *, last: bool = False) -> bool:
+        """Show what the leader and the attached rank wrote; returns whether there was something to show.
+
+        The ``last`` time, files of a busy machine may take five seconds, for what they hold is not asked for again.
+        """
         wrote, waits = self._show_attached()
-        wrote |= self._show_leader()
+        patience = _LAST if last else {}
+        wrote |= self._show_leader(patience)
         if self._leads and not waits:
-            status = self._files.ask(lambda: StatusFile.read(self._job.status), None, of=self._job.status)
+            status = self._files.ask(lambda: StatusFile.read(self._job.status), None, of=self._job.status, **patience)
             if status is not None:
                 self._screen.show(replace(status, late=self.late))
         return wrote
 
     def close(self) -> None:
         """Show what was written last, and close the leader's log."""
-        while self.show():
+        while self.show(last=True):
             pass
         while self._compare(""):
             pass
         log = self._leader_log
         if log is not None and self._screen.is_behind:
             # The launcher does not wait for a slow reader: the thread of the screen reads the log as it gets on.
-            end = self._files.ask(lambda: self._end_of_leader(log), 0, of=self._job.log(0))
+            end = self._files.ask(lambda: self._end_of_leader(log), 0, of=self._job.log(0), **_LAST)
             self._screen.rest(_rest_of(log, end))
             self._leader_log = None
         elif log is not None:
@@ -120,13 +135,13 @@ class RankOutput:
         terminal.hand_on()
         return bool(data), waits
 
-    def _show_leader(self) -> bool:
+    def _show_leader(self, patience: _Patience) -> bool:
         """Show what the leader wrote, though not the traceback at its end: the cause may be another rank's."""
-        self._open_leader_log()
+        self._open_leader_log(**patience)
         log = self._leader_log
         if log is None or self._screen.is_behind:
             return False
-        new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0))
+        new = self._files.ask(lambda: self._new_of_leader(log), b"", of=self._job.log(0), **patience)
         text = log.take(new)
         self._screen.leader(text)
         if text:
@@ -159,11 +174,11 @@ class RankOutput:
             self._comparison.log.close()
             self._comparison = None
 
-    def _open_leader_log(self, *, urgent: bool = False) -> None:
+    def _open_leader_log(self, *, urgent: bool = False, within_s: float | None = None) -> None:
         """Open the leader's log, unless it is open; it may not be there yet, as on a disk that is full."""
         if (start := self._log_start) is not None:
             log = self._job.log(0)
-            self._leader_log = self._files.ask(lambda: Tail(log, start), None, of=log, urgent=urgent)
+            self._leader_log = self._files.ask(lambda: Tail(log, start), None, of=log, urgent=urgent, within_s=within_s)
             self._log_start = None if self._leader_log is not None else start
 
     def _new_of_leader(self, log: Tail) -> bytes:
