@@ -1116,6 +1116,7 @@ def accuracy(run, model, batches):
         right += (model(x).argmax(1) == y).sum().item()
     return right / 16
 """
+EVALUATED = "seen = 0\nfor x, y in run.evaluate(batches):\n    seen += int((model(x).argmax(1) == y).sum())\n"
 #: What is added up in the body, what is told after the loop, and the place that is named.
 TOLD = {
     "count": ("seen += len(x)", "run.log(seen=seen)", "seen, which run.log(seen=...)"),
@@ -1141,8 +1142,60 @@ TOLD = {
     "in an evaluation": ("pass", "for x, y in run.evaluate(batches):\n    seen += 1\nprint(seen)", "seen, which"),
     "in a function": ("pass", "print(accuracy(run, model, batches))", "right, which print(...)"),
     "a dict": ("seen += len(x)", "run.log(**{'seen': seen})", "seen, which run.log(...)"),
+    "whether a file is written": (
+        "pass",
+        "for x, y in run.evaluate(batches):\n    seen += 1\n"
+        "if seen > best:\n    best = seen\n    torch.save(model.state_dict(), io.BytesIO())",
+        "seen, which torch.save(...)",
+    ),
+    "measured later": (
+        "pass",
+        "bank = [torch.zeros(1)]\nfor x, y in run.evaluate(batches):\n    bank.append(x)\n"
+        "bank = torch.cat([each.flatten() for each in bank])\n"
+        "for x, y in run.evaluate(batches):\n    run.measure(far=x.mean(1) > bank.mean())",
+        "bank, which run.measure(far=...)",
+    ),
+    "collected": (
+        "pass",
+        "print(sum(y.sum() for x, y in run.evaluate(batches)))",
+        "print(...) is computed from what line",
+    ),
+    # What decides alike on all ranks now and then, and otherwise on one rank: each has its part of the sum.
+    "a rate": (
+        "pass",
+        f"{EVALUATED}if seen > 6:\n    for group in optimizer.param_groups:\n        group['lr'] = 0.01",
+        "seen, which group['lr']",
+    ),
+    "the end": ("pass", f"{EVALUATED}if seen > 6:\n    break", "seen, which run.train(...)"),
+    "weights": (
+        "pass",
+        f"{EVALUATED}if seen > best:\n    best, held = seen, copy.deepcopy(model.state_dict())\nmodel.load_state_dict(held)",
+        "seen, which model.load_state_dict(...)",
+    ),
+    "in a function that decides": (
+        "pass",
+        "if accuracy(run, model, batches) > 0.9:\n    optimizer.param_groups[0]['lr'] = 0.01",
+        "right, which optimizer.param_groups[0]['lr']",
+    ),
 }
 NOT_PARTS = {
+    "a rate by the sum of all": (
+        "pass",
+        f"{EVALUATED}if run.sum(seen) > 6:\n    optimizer.param_groups[0]['lr'] = 0.01",
+    ),
+    "weights by the sum of all": (
+        "pass",
+        f"{EVALUATED}seen = run.sum(seen)\nif seen > best:\n    best = seen\n    model.load_state_dict(model.state_dict())",
+    ),
+    "collected and brought together": (
+        "pass",
+        "print(run.sum(sum(y.sum().item() for x, y in run.evaluate(batches))))",
+    ),
+    "names of two loops": ("pass", f"{EVALUATED}if epoch == 9:\n    break"),
+    "of each rank, as a name says": (
+        "pass",
+        "for x, y in run.evaluate(batches):\n    local_seen += 1\nprint(local_seen)",
+    ),
     "brought together": ("seen += len(x)", "run.log(seen=run.sum(seen))"),
     "under the same name": ("seen += len(x)", "seen = run.sum(seen)\nprint(seen)"),
     "several at once": ("seen += len(x)", "seen, n = run.sum(torch.tensor([seen, 1])).tolist()\nprint(seen / n)"),
@@ -1183,7 +1236,7 @@ def logged(tmp_path, body, after, at_step="pass"):
     setup = (
         METER
         + REPORT.replace("\n", "\n    ")
-        + "\n    import csv, io, json, logging, types\n    import torch.distributed as dist"
+        + "\n    import copy, csv, io, json, logging, types\n    import torch.distributed as dist"
     )
     before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
     done = f"loss = F.cross_entropy(model(x), y)\nif run.step(loss):\n    steps += 1\n    {at_step}"

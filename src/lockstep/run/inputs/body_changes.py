@@ -277,6 +277,13 @@ def meets(context: Context, call: Call) -> bool:
     return call.method in OF_EACH_RANK if is_runs else _MEETS.search(call.method) is not None
 
 
+def gives_micro_batches(context: Context, call: Call, methods: Collection[str] = ("train", "evaluate")) -> bool:
+    """Whether a call is one of these ``methods`` of `Run`, over whose micro-batches a loop goes."""
+    path = call.function[0] if len(call.function) == 1 else None
+    is_method = isinstance(path, Path) and bool(path.attributes) and path.attributes[-1] in methods
+    return is_method and isinstance(path, Path) and is_run(context.value_of(path.owner))
+
+
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
     """Whether ``reads`` are computed from the value at ``path``, or from a part of that value."""
     length = len(path.attributes)

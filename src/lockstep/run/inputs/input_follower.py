@@ -24,13 +24,14 @@ from lockstep.run.inputs.body_changes import (
     OF_EACH_RANK,
     BodyChanges,
     asks_step,
+    gives_micro_batches,
     is_given_to_all,
     is_of_all_ranks,
     is_of_items,
     is_of_turn,
     reached_values,
 )
-from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, Given, RankUse, TrainingInputs
+from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, STEPS, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.reachable import BUILTIN_METHODS, find, mark_of
 from lockstep.run.source.script_callees import (
@@ -59,6 +60,7 @@ from lockstep.run.source.source_reads import (
     WORLD_SIZE,
     Call,
     Choice,
+    Collected,
     Counted,
     Lines,
     Read,
@@ -68,6 +70,7 @@ from lockstep.run.source.source_reads import (
 from lockstep.run.state.registered import State
 from lockstep.run.state.user_values import PlainValue
 
+_COUNTS: Final = "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
 _DEEPEST: Final = 12  # calls within calls
 _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
@@ -100,13 +103,7 @@ class InputFollower:
         is_of_reader: whether values are followed that the script tells a reader, by a print or a log.
     """
 
-    def __init__(
-        self,
-        state: State,
-        steps: Collection[str] = ("step", "backward", "update"),
-        *,
-        is_of_reader: bool = False,
-    ) -> None:
+    def __init__(self, state: State, steps: Collection[str] = STEPS, *, is_of_reader: bool = False) -> None:
         self.steps: Final = steps
         self.is_of_reader: Final = is_of_reader
         self.found: Final = TrainingInputs()
@@ -155,10 +152,10 @@ class InputFollower:
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
                 if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
-                    counts = (
-                        "zip(...) or enumerate(...) counts beside run.train(...), which are this rank's micro-batches"
-                    )
-                    self._note_carried(f"{given.what} is computed from what {counts}")
+                    self._note_carried(f"{given.what} is computed from what {_COUNTS}")
+            elif isinstance(read, Collected):
+                if given.kind == "told" and gives_micro_batches(context, read.call):
+                    self.found.collected.setdefault(read.call.line, given.what)
             elif isinstance(read, Text):
                 waiting += read.reads
             elif isinstance(read, Lines):
@@ -314,9 +311,8 @@ class InputFollower:
         return followed
 
     def _goes_over_pass(self, context: Context, read: Read) -> bool:
-        if self._is_pass(context, read):
-            return True
-        return isinstance(read, Call) and any(self._goes_over_pass(context, each) for each in read.every)
+        inner = read.every if isinstance(read, Call) else ()
+        return self._is_pass(context, read) or any(self._goes_over_pass(context, each) for each in inner)
 
     def _is_pass(self, context: Context, read: Read) -> bool:
         """Whether ``read`` is a call of `Run.train`, or a variable that holds what the call returned."""
@@ -326,8 +322,8 @@ class InputFollower:
                     return False  # a loop over the pass sets the variable: a micro-batch
                 made = [parts[0] for parts in context.reads.bound_to.get(name, ()) if len(parts) == 1]
                 return any(isinstance(one, Call) and self._is_pass(context, one) for one in made)
-            case Call(function=(Path(attributes=(*_, "train")) as path,)):
-                return is_run(context.value_of(path.owner))
+            case Call():
+                return gives_micro_batches(context, read, {"train"})
         return False
 
     # ---- what bodies change --------------------------------------------------------------------------------------

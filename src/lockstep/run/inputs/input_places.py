@@ -20,6 +20,7 @@ from lockstep.run.source.source_reads import Read
 
 _ITEM: Final = re.compile(r"(.*)\[[^\[\]]*\]")  # of a container
 
+STEPS: Final = ("step", "backward", "update")  #: the methods of `Run` by which a script trains
 NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
 FOLLOWED: Final = NOTED | {"told", "seed"}  #: kinds of what is followed to the script's variables
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
@@ -59,6 +60,9 @@ class TrainingInputs:
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
+    collected: dict[int, str] = field(
+        default_factory=dict
+    )  #: by line of a comprehension over micro-batches: what is told
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)

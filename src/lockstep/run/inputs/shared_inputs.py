@@ -98,6 +98,7 @@ class SharedInputs:
         self._told_read: Final[set[_Loop]] = set()
         self._evaluations: Final[set[_Loop]] = set()  # whose effect on what the training computes with was looked at
         self._before_evaluation: Held | None = None
+        self._parts_said: Final[set[str]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -145,14 +146,18 @@ class SharedInputs:
             self._told_read.add(loop)
             self._before_body = loop, self._look(frame)
 
-    def body_ended(self, frame: FrameType) -> None:
-        """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked."""
+    def body_ended(self, frame: FrameType, *, of_evaluation: bool = False) -> None:
+        """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked.
+
+        After a body of an evaluation, the training counts as a reader, too.
+        """
         if self._before_body is None:
             return
         (loop, before), self._before_body = self._before_body, None
         if loop != _loop_around(frame):
             return  # that loop was left in its first body
-        self._say_part(part_told(frame, self._state, changed(before, self._look(frame)), self._say))
+        changes = changed(before, self._look(frame))
+        self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
 
     def evaluation_begins(self, frame: FrameType) -> None:
         """Look at what the training computes with, unless that is done for the loop around ``frame``."""
@@ -169,7 +174,8 @@ class SharedInputs:
             self._say_part(changed_since(before, self._of_training(frame), how))
 
     def _say_part(self, part: str) -> None:
-        if part:
+        if part and part not in self._parts_said:
+            self._parts_said.add(part)
             self._say(
                 f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
                 "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "

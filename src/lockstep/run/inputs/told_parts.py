@@ -11,11 +11,12 @@ does of what is changed once a step by the last micro-batch (``if run.step(loss)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
 from lockstep.run.inputs.body_changes import is_of_all_ranks, is_of_turn, meets
 from lockstep.run.inputs.input_follower import InputFollower
+from lockstep.run.inputs.input_places import NOTED, STEPS
 from lockstep.run.inputs.training_inputs import given_by, unread
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import root_of, script_roots
@@ -27,7 +28,14 @@ from lockstep.run.source.source_reads import Call
 from lockstep.run.state.registered import State
 
 
-def part_told(frame: FrameType | None, state: State, changed: Collection[str], say: Callable[[str], None]) -> str:
+def part_told(
+    frame: FrameType | None,
+    state: State,
+    changed: Collection[str],
+    say: Callable[[str], None],
+    *,
+    of_evaluation: bool = False,
+) -> str:
     """The first place that a body changes and something told to a reader depends on, in words.
 
     "" for none, for one that the script brings together from all ranks, and where the source cannot be read.
@@ -37,8 +45,18 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
         state: of the run.
         changed: by a body; the paths of variables and of what they hold.
         say: is told where the source cannot be read.
+        of_evaluation: whether the body is one of `Run.evaluate`, and the training is looked at as a reader: a number
+            of each rank's own decides the same on all of them now and then, and not what it decides on one rank.
     """
-    follower = InputFollower(state, (), is_of_reader=True)
+    return _part(frame, state, changed, say, {"told"}) or (
+        _part(frame, state, changed, say, NOTED) if of_evaluation else ""
+    )
+
+
+def _part(
+    frame: FrameType | None, state: State, changed: Collection[str], say: Callable[[str], None], kinds: Collection[str]
+) -> str:
+    follower = InputFollower(state, () if "told" in kinds else STEPS, is_of_reader=True)
     met: set[int] = set()
     try:
         contexts = list(running_functions(frame, LineCalls()))
@@ -47,14 +65,19 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
             follower.enter(context)
             met |= _given_to_meetings(follower, context)
             for given in given_by(follower, context):
-                if given.kind == "told":
-                    follower.take(context, given)
+                if given.kind in kinds:
+                    follower.take(context, given._replace(kind="told"))
+            if context.in_body and "told" not in kinds:
+                follower.take_samples(context)
         follower.follow_changes()
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training, and no evaluation
         say(f"{unread(error)}: what the script tells may be of one rank's own micro-batches")
         return ""
     changes, roots = follower.changes, script_roots(frame)
+    elsewhere = {each for one in contexts for each in _set_elsewhere(one)}
     for place, what in follower.found.places.values():
+        if (id(place.owner), place.name) in elsewhere:
+            continue
         # The same micro-batch once more changes no set and no minimum.
         if line := changes.line_of_last(place):  # also where it is brought together: of the last ones alone
             return (
@@ -75,7 +98,19 @@ def part_told(frame: FrameType | None, state: State, changed: Collection[str], s
         if not (is_met or any(is_of_all_ranks(one.context, one.reads) for one in made)):
             where = f" in line {line}" if line else ""
             return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
-    return ""
+    collected = (
+        f"{what} is computed from what line {line} collects" for line, what in follower.found.collected.items()
+    )
+    return next(collected, "")
+
+
+def _set_elsewhere(context: Context) -> Iterator[tuple[int, str]]:
+    """The owner and the name of variables that other loops of a running function set anew before they read them."""
+    assert context.frame is not None
+    owner = id(context.frame if context.is_function else context.variables)
+    for loop in context.reads.loops:
+        if not loop.first <= context.frame.f_lineno <= loop.last:
+            yield from ((owner, name) for name in loop.fresh)
 
 
 def _given_to_meetings(follower: InputFollower, context: Context) -> set[int]:

@@ -63,11 +63,13 @@ _HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
+_WRITES: Final = {"write_text", "dump", "save", "savez", "savetxt", "save_file", "save_pretrained"}  # a file
 _TELLS: Final = {
-    *("print", "write", "write_text", "writerow", "writerows", "dump", "dumps", "save", "savez", "savetxt"),
+    *_WRITES,
+    *("print", "write", "writerow", "writerows", "dumps"),
     *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
     *("debug", "info", "warning", "error", "critical"),
-    *("log", "say", "report", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
+    *("log", "say", "report", "measure", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
     *("set_postfix", "set_postfix_str", "set_description"),
 }
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
@@ -231,20 +233,23 @@ def _given_in(
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     is_told = follower.is_of_reader and (method or what[:-5]) in _TELLS
     if is_told and not callees_of(context, call):  # else the script's own function tells
+        # A file is read later, so whether the file is written counts, too.
+        is_file = call.method in _WRITES and not context.covers(call.line)
         if call.method.startswith("to_"):
             receiver = (path.owner,) if isinstance(path, Path) else call.function
             yield Given("told", what, where, receiver)
         for name, part in (*(("", one) for one in call.arguments), *call.keywords):
             if not is_of_rank(name):
-                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, part)
+                taken = (*part, *conditions) if is_file else part
+                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, taken)
     if is_run(owner):
         if method in follower.steps:
             hooks = Lines(call.line, call.line)
             yield Given("step", what, where, (*call.every, *conditions, hooks))
-        elif method == "train" and not follower.is_of_reader:
+        elif method == "train" and follower.steps:
             reads = flat(read for part in call.arguments for read in _choosing(context, part))
             yield Given("step", what, where, tuple(read for read in reads if not _is_loader(context, read)))
-        elif method in _LENGTHS and not follower.is_of_reader:
+        elif method in _LENGTHS and follower.steps:
             yield Given("step", what, where, (*call.every, *conditions))
         elif method in _REGISTERS:
             yield Given("registered", what, where, call.every)

@@ -157,7 +157,7 @@ class EvaluationLoop:
                 noting = self._state.beside.noting(called) if looks else contextlib.nullcontext()
                 with torch.no_grad(), context.precision.forward(), noting:
                     yield data
-                context.inputs.body_ended(sys._getframe())
+                context.inputs.body_ended(sys._getframe(), of_evaluation=True)
                 context.kernels.require_threads("the body of an evaluation")
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():

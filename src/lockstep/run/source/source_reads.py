@@ -87,6 +87,12 @@ class Counted(NamedTuple):
     items: tuple[Read, ...]
 
 
+class Collected(NamedTuple):
+    """What a comprehension collects from the items that a call gives, such as one of `Run.evaluate`."""
+
+    call: Call
+
+
 class Text(NamedTuple):
     """A text that is written where it is given to a function, as ``"end"`` or ``f"on_{event}"``."""
 
@@ -110,7 +116,7 @@ def flat(reads: Iterable[Read]) -> Iterator[Read]:
             yield read
 
 
-Read = Path | Call | Choice | Counted | Text | Lines
+Read = Path | Call | Choice | Counted | Collected | Text | Lines
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -496,7 +502,8 @@ class _Reader:
         read: list[Read] = []
         before = self._conditions
         for part in parts:
-            read += self._bind_items(part.target, part.iter)
+            read += (items := self._bind_items(part.target, part.iter))
+            read += [Collected(each) for each in items if isinstance(each, Call)]
             for test in part.ifs:
                 read += (tested := self.expression(test))
                 self._conditions = (*self._conditions, *tested)
@@ -519,6 +526,8 @@ class _Reader:
         owner = path_of(_changed_by_chain(node.func.value)) if isinstance(node.func, ast.Attribute) else None
         if (path := all_of(node)) is not None:
             self._change(path, (path, *call.every), node.lineno)
+        if call.method == "shuffle" and node.args and (path := path_of(node.args[0])) is not None:
+            self._set(path.text, [call])  # in place, by a generator
         if owner is not None and isinstance(node.func, ast.Attribute):
             if not owner.attributes and (call.arguments or call.keywords or node.func.attr in TAKES_AWAY):
                 self.reads.filled_from.setdefault(owner.root, []).extend(
