@@ -165,7 +165,7 @@ def test_a_module_that_only_one_rank_has_changed_is_refused_in_an_evaluation():
 
 def test_what_evaluations_change_on_each_rank_and_the_training_computes_with_is_told():
     own, *others = on_world(2, [(evaluated, how) for how in ("own", "summed", "counted")])
-    told = "curriculum.wrong, which run.step(...) is computed from, is changed by the body of run.evaluate(...): each"
+    told = "curriculum.wrong, which run.step(...) is computed from, is changed by the loop's body"
     assert told in own[0]
     for other, _ in others:
         assert "is changed by the body" not in other

@@ -1169,7 +1169,8 @@ TOLD = {
     "the end": ("pass", f"{EVALUATED}if seen > 6:\n    break", "seen, which run.train(...)"),
     "weights": (
         "pass",
-        f"{EVALUATED}if seen > best:\n    best, held = seen, copy.deepcopy(model.state_dict())\nmodel.load_state_dict(held)",
+        f"{EVALUATED}if seen > best:\n    best, held = seen, copy.deepcopy(model.state_dict())\n"
+        "model.load_state_dict(held)",
         "seen, which model.load_state_dict(...)",
     ),
     "in a function that decides": (
@@ -1185,7 +1186,8 @@ NOT_PARTS = {
     ),
     "weights by the sum of all": (
         "pass",
-        f"{EVALUATED}seen = run.sum(seen)\nif seen > best:\n    best = seen\n    model.load_state_dict(model.state_dict())",
+        f"{EVALUATED}seen = run.sum(seen)\n"
+        "if seen > best:\n    best = seen\n    model.load_state_dict(model.state_dict())",
     ),
     "collected and brought together": (
         "pass",

@@ -266,7 +266,8 @@ def is_of_all_ranks(context: Context, reads: Iterable[Read]) -> bool:
 
 def is_given_to_all(context: Context, name: str) -> bool:
     """Whether a variable is given to a call that brings together what ranks have: `dist.all_reduce(n)`."""
-    calls = (use.read for use in context.reads.uses if use.read is not None and meets(context, use.read))
+    uses = (use for use in context.reads.uses if not context.is_dead(use.guards))
+    calls = (use.read for use in uses if use.read is not None and meets(context, use.read))
     return any(isinstance(each, Path) and each.root == name for call in calls for each in call.every)
 
 

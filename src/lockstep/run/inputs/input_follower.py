@@ -60,8 +60,8 @@ from lockstep.run.source.source_reads import (
     WORLD_SIZE,
     Call,
     Choice,
-    Collected,
     Counted,
+    ItemsOf,
     Lines,
     Read,
     Text,
@@ -153,7 +153,7 @@ class InputFollower:
             elif isinstance(read, Counted):
                 if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
                     self._note_carried(f"{given.what} is computed from what {_COUNTS}")
-            elif isinstance(read, Collected):
+            elif isinstance(read, ItemsOf):
                 if given.kind == "told" and gives_micro_batches(context, read.call):
                     self.found.collected.setdefault(read.call.line, given.what)
             elif isinstance(read, Text):

@@ -56,7 +56,6 @@ class TrainingInputs:
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
     filled: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that lines within a pass set or fill
-    met: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: made of what ranks bring together
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
@@ -70,7 +69,7 @@ class TrainingInputs:
 
     @property
     def _kinds(self) -> tuple[set[tuple[int, str, tuple[str, ...]]], ...]:
-        return self.anew, self.when_needed, self.of_bodies, self.filled, self.met
+        return self.anew, self.when_needed, self.of_bodies, self.filled
 
     @property
     def _lasting(self) -> dict[tuple[int, str, tuple[str, ...]], tuple[Place, str]]:
@@ -93,9 +92,7 @@ class TrainingInputs:
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
-        found = replace(
-            self, places={}, anew=set(), when_needed=set(), of_bodies=set(), filled=set(), met=set(), made_with={}
-        )
+        found = replace(self, places={}, anew=set(), when_needed=set(), of_bodies=set(), filled=set(), made_with={})
         for key, (place, what) in self.places.items():
             there = place._replace(owner=owner_of(place.owner))
             found.places[there.key] = there, what
@@ -118,11 +115,6 @@ class TrainingInputs:
     def may_change(self, names: Collection[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""
         return [each for each in self._lasting.values() if not each[0].attributes or each[0].attributes[-1] in names]
-
-    def held_alone(self) -> Held:
-        """As `held_between`, the places themselves that are made of no value that ranks have brought together."""
-        alone = (place for key, place in self._lasting.items() if key not in self.met)
-        return self.themselves(held(alone, self.skip, STATELESS))
 
     def held_of_bodies(self) -> Held:
         """Only places that nothing but a body changes, and their items; not attributes, of which less is known."""

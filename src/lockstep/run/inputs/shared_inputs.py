@@ -96,8 +96,6 @@ class SharedInputs:
         self._say: Final = say
         self._before_body: tuple[_Loop, Mapping[str, Mark]] | None = None
         self._told_read: Final[set[_Loop]] = set()
-        self._evaluations: Final[set[_Loop]] = set()  # whose effect on what the training computes with was looked at
-        self._before_evaluation: Held | None = None
         self._parts_said: Final[set[str]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
@@ -146,32 +144,25 @@ class SharedInputs:
             self._told_read.add(loop)
             self._before_body = loop, self._look(frame)
 
-    def body_ended(self, frame: FrameType, *, of_evaluation: bool = False) -> None:
-        """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked.
+    def body_ended(self, frame: FrameType) -> None:
+        """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked."""
+        self._say_what_changed(frame, of_evaluation=False)
+        self._before_body = None
 
-        After a body of an evaluation, the training counts as a reader, too.
-        """
+    def evaluated(self, frame: FrameType, *, all_bodies: bool) -> None:
+        """The same after the first body of an evaluation and after all bodies, with the training as a reader, too."""
+        self._say_what_changed(frame, of_evaluation=True)
+        if all_bodies:
+            self._before_body = None
+
+    def _say_what_changed(self, frame: FrameType, *, of_evaluation: bool) -> None:
         if self._before_body is None:
             return
-        (loop, before), self._before_body = self._before_body, None
+        loop, before = self._before_body
         if loop != _loop_around(frame):
-            return  # that loop was left in its first body
+            return  # that loop was left before
         changes = changed(before, self._look(frame))
         self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
-
-    def evaluation_begins(self, frame: FrameType) -> None:
-        """Look at what the training computes with, unless that is done for the loop around ``frame``."""
-        self._before_evaluation, loop = None, _loop_around(frame)
-        if self._inputs is None and self._known and loop not in self._evaluations:
-            self._evaluations.add(loop)
-            self._before_evaluation = self._of_training(frame)
-
-    def evaluation_ended(self, frame: FrameType) -> None:
-        """Say which value that the training computes with is of this rank's own bodies, if looked at before."""
-        if self._before_evaluation is not None:
-            before, self._before_evaluation = self._before_evaluation, None
-            how = "is changed by the body of run.evaluate(...)"
-            self._say_part(changed_since(before, self._of_training(frame), how))
 
     def _say_part(self, part: str) -> None:
         if part and part not in self._parts_said:
@@ -184,15 +175,6 @@ class SharedInputs:
 
     def _look(self, frame: FrameType) -> Mapping[str, Mark]:
         return look(script_roots(frame), skip={id(one) for one in (*self._state.models, *self._state.optimizers)})
-
-    def _of_training(self, frame: FrameType) -> Held:
-        """What the loops that were left have computed with, as far as functions hold it that are running."""
-        frames = {each.f_code: each for each in script_frames(frame)}
-        held: dict[str, tuple[Mark, str]] = {}
-        for inputs in self._known.values():
-            here = inputs.rebound(lambda owner: frames.get(owner.code, owner) if type(owner) is _Function else owner)
-            held |= here.held_alone()
-        return held
 
     def asked_at(self, place: str) -> str | None:
         """What the training computes from a call of `Run` at ``place``, a file and line; "" for nothing.

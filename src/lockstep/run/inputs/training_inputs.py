@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
-from lockstep.run.inputs.body_changes import in_place, is_of_all_ranks
+from lockstep.run.inputs.body_changes import in_place
 from lockstep.run.inputs.input_follower import UNNAMED, InputFollower
 from lockstep.run.inputs.input_places import LENGTH, NOTED, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
@@ -99,7 +99,6 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
                 follower.find_carried(context)
         follower.follow_changes()
         follower.find_carried_within()
-        _note_met(follower)
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=unread(error))
     return follower.found
@@ -112,12 +111,6 @@ def _take_updates(follower: InputFollower, context: Context, optimizers: Iterabl
             if inner is not None:
                 for each in given_by(follower, inner):
                     follower.take(inner, each)
-
-
-def _note_met(follower: InputFollower) -> None:
-    for key, (place, _) in follower.found.places.items():
-        if any(is_of_all_ranks(made.context, made.reads) for made in follower.changes.reads_at(place)):
-            follower.found.met.add(key)
 
 
 def unread(error: Exception) -> str:

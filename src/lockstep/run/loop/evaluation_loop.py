@@ -141,8 +141,6 @@ class EvaluationLoop:
         seed_key = (context.settings.seed, "evaluate", position.progress.step, position.evaluations)
         position.evaluations += 1
         may_leave_early &= self._loaders.may_leave_early(loader) and not isinstance(context.strategy, LossStrategy)
-        if context.settings.replay:
-            context.inputs.evaluation_begins(sys._getframe())
         with context.strategy.evaluating(), self._buffers() as buffers:
             for number, (at, data) in enumerate(self._loaders.evaluation(loader)):
                 if number == 0:
@@ -157,12 +155,13 @@ class EvaluationLoop:
                 noting = self._state.beside.noting(called) if looks else contextlib.nullcontext()
                 with torch.no_grad(), context.precision.forward(), noting:
                     yield data
-                context.inputs.body_ended(sys._getframe(), of_evaluation=True)
+                if looks:
+                    context.inputs.evaluated(sys._getframe(), all_bodies=False)
                 context.kernels.require_threads("the body of an evaluation")
                 buffers.put_back()
                 if may_leave_early and self._save_stop.stop_pending():
                     break
-        context.inputs.evaluation_ended(sys._getframe())
+        context.inputs.evaluated(sys._getframe(), all_bodies=True)
 
     def _require_batches_apart(self) -> None:
         """Check by the source, once for each way to a loop, that no measured value depends on another batch."""

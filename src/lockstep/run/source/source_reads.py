@@ -87,8 +87,8 @@ class Counted(NamedTuple):
     items: tuple[Read, ...]
 
 
-class Collected(NamedTuple):
-    """What a comprehension collects from the items that a call gives, such as one of `Run.evaluate`."""
+class ItemsOf(NamedTuple):
+    """What a comprehension makes of the items that a call gives, such as a call of `Run.evaluate`."""
 
     call: Call
 
@@ -116,7 +116,7 @@ def flat(reads: Iterable[Read]) -> Iterator[Read]:
             yield read
 
 
-Read = Path | Call | Choice | Counted | Collected | Text | Lines
+Read = Path | Call | Choice | Counted | ItemsOf | Text | Lines
 WORLD_SIZE: Final = Path("WORLD_SIZE")  #: the variable of the environment, read by its name
 
 
@@ -503,7 +503,7 @@ class _Reader:
         before = self._conditions
         for part in parts:
             read += (items := self._bind_items(part.target, part.iter))
-            read += [Collected(each) for each in items if isinstance(each, Call)]
+            read += [ItemsOf(each) for each in items if isinstance(each, Call)]
             for test in part.ifs:
                 read += (tested := self.expression(test))
                 self._conditions = (*self._conditions, *tested)
