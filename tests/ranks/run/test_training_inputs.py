@@ -1274,6 +1274,23 @@ def test_what_is_the_same_on_all_ranks_where_a_step_is_done_is_not(tmp_path, cap
     assert "each rank has its own micro-batches" not in capfd.readouterr().err
 
 
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (f"{STEP}\n{CLIP}", 1),
+        (f"if run.step(F.cross_entropy(model(x), y)):\n    {CLIP}", 1),
+        (f"if run.backward(F.cross_entropy(model(x), y)):\n    {CLIP}\nrun.update()", 0),
+        (STEP, 0),
+    ],
+)
+def test_gradients_that_are_clipped_after_their_step_are_said(tmp_path, capfd, body, said):
+    play(tmp_path, body)
+    assert capfd.readouterr().err.count("no gradients are left to clip, since run.step(...) has used them") == said
+
+
 def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):
     setup = "exec('def change(x, n=[0]):\\n    n[0] += 1\\n    return x')"
     play(tmp_path, "run.step(F.cross_entropy(model(change(x)), y))", setup=setup)

@@ -62,6 +62,7 @@ class TrainingInputs:
     collected: dict[int, str] = field(
         default_factory=dict
     )  #: by line of a comprehension over micro-batches: what is told
+    clipped: str = ""  #: where a body clips gradients that `Run.step` has used; "" for nowhere
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)

@@ -131,6 +131,7 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
+            self._say_clipped(self._inputs)
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
@@ -163,6 +164,14 @@ class SharedInputs:
             return  # that loop was left before
         changes = changed(before, self._look(frame))
         self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
+
+    def _say_clipped(self, inputs: TrainingInputs) -> None:
+        if inputs.clipped and inputs.clipped not in self._parts_said:
+            self._parts_said.add(inputs.clipped)
+            self._say(
+                f"{inputs.clipped}: no gradients are left to clip, since run.step(...) has used them. Give "
+                "Run(clip_norm=...); or clip where run.backward(...) has returned True, and then call run.update()"
+            )
 
     def _say_part(self, part: str) -> None:
         if part and part not in self._parts_said:

@@ -93,6 +93,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
             for each in given:
                 follower.take(context, each)
             if context.in_body:
+                follower.found.clipped = follower.found.clipped or _clips_used(context)
                 follower.take_samples(context)
                 _take_updates(follower, context, state.optimizers)
                 follower.note_attributes(state.models)
@@ -102,6 +103,15 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=unread(error))
     return follower.found
+
+
+def _clips_used(context: Context) -> str:
+    """Where a body clips gradients and no line computes them without an update; "" for nowhere."""
+    for use in () if "backward" in context.reads.methods else context.reads.uses:
+        is_clip = use.read is not None and use.read.method in ("clip_grad_norm_", "clip_grad_value_")
+        if is_clip and context.covers(use.line) and not context.is_dead(use.guards):
+            return f"{PurePath(context.code.co_filename).name}:{use.line}"
+    return ""
 
 
 def _take_updates(follower: InputFollower, context: Context, optimizers: Iterable[Optimizer]) -> None:

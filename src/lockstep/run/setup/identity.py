@@ -297,8 +297,8 @@ def _describe_arguments(before: Sequence[str], now: Sequence[str]) -> list[str]:
 def _describe_lengths(before: Sequence[int | None], now: Sequence[int | None]) -> list[str]:
     pairs = [(was, is_now) for was, is_now in zip(before, now, strict=False) if was != is_now]
     return [
-        f"a data set has {is_now if is_now is None else plural(is_now, 'sample')}, and had {was}: the bits differ from "
-        "here on"
+        f"a data set has {is_now if is_now is None else plural(is_now, 'sample')}, and had {was}: unless the script "
+        "itself makes the data longer or shorter, the bits differ from here on"
         for was, is_now in pairs
     ]
 
