@@ -108,7 +108,7 @@ def test_a_run_directory_that_does_not_answer_is_said_before_the_start_and_ctrl_
     os.mkfifo(workshop.here / "r" / ".lock")
     launcher = workshop.start("--run-dir", "r", workshop.script("1"))
     said = launcher.stderr.readline()
-    because = "the machine is very busy, or the file system is gone"
+    because = "the machine is busy, or the file system is gone"
     assert said == f"waiting for the run directory r, which does not answer: {because}\n"
     hit(launcher, "SIGINT")
     ended = workshop.end_of(launcher)

@@ -23,7 +23,7 @@ def test_the_user_is_told_once_of_a_file_that_does_not_answer_and_of_none_that_i
     for _ in range(3):
         assert files.ask(lambda: "here", "nothing", of=stuck) == "nothing", "not asked again so soon"
     assert said == [
-        "note: stuck does not answer: the machine is very busy, or the file system is gone. The run goes on without the file"
+        "note: stuck does not answer: the machine is busy, or the file system is gone. The run goes on without the file"
     ]
     answers.set()
     wait_until(lambda: files.ask(lambda: "here", "nothing", of=stuck) == "here")

@@ -140,7 +140,7 @@ def call_in_time(
             raise SettingError(f"{of} does not answer within {_START_S:g} s: is its file system there?")
         if not told and waited_s > _SILENT_S:
             told = True
-            say(f"waiting for {of}, which does not answer: the machine is very busy, or the file system is gone")
+            say(f"waiting for {of}, which does not answer: the machine is busy, or the file system is gone")
     thread.close(_PATIENCE_S)
     try:
         return task.result()
@@ -220,8 +220,8 @@ class FileThread:
             if not stuck.told and now_s >= stuck.told_s and not stuck.task.wait(0.0):
                 stuck.told = True
                 self._say(
-                    f"note: {self._shown(path)} does not answer: the machine is very busy, or the file system is gone. The "
-                    "run goes on without the file"
+                    f"note: {self._shown(path)} does not answer: the machine is busy, or the file system is gone. The run "
+                    "goes on without the file"
                 )
 
     def _tell(self, text: str) -> None:
