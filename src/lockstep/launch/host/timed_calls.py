@@ -220,8 +220,8 @@ class FileThread:
             if not stuck.told and now_s >= stuck.told_s and not stuck.task.wait(0.0):
                 stuck.told = True
                 self._say(
-                    f"note: {self._shown(path)} does not answer: the machine is busy, or the file system is gone. The run "
-                    "goes on without the file"
+                    f"note: {self._shown(path)} does not answer: the machine is busy, or the file system is gone. "
+                    "The run goes on without the file"
                 )
 
     def _tell(self, text: str) -> None:
