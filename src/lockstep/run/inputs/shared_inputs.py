@@ -96,6 +96,7 @@ class SharedInputs:
         self._say: Final = say
         self._before_body: tuple[_Loop, Mapping[str, Mark]] | None = None
         self._told_read: Final[set[_Loop]] = set()
+        self._changes: object = None  # of the bodies since `_before_body`, as they were looked at last
         self._parts_said: Final[set[str]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
@@ -143,7 +144,7 @@ class SharedInputs:
         loop = _loop_around(frame)
         if loop not in self._told_read:
             self._told_read.add(loop)
-            self._before_body = loop, self._look(frame)
+            self._before_body, self._changes = (loop, self._look(frame)), None
 
     def body_ended(self, frame: FrameType) -> None:
         """Say which value that the script tells a reader is of this rank's own bodies, if `body_begins` has looked."""
@@ -163,7 +164,9 @@ class SharedInputs:
         if loop != _loop_around(frame):
             return  # that loop was left before
         changes = changed(before, self._look(frame))
-        self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
+        if changes != self._changes:  # after all bodies often those of the first one
+            self._changes = changes
+            self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
 
     def _say_clipped(self, inputs: TrainingInputs) -> None:
         if inputs.clipped and inputs.clipped not in self._parts_said:
