@@ -120,8 +120,8 @@ class BodyChanges:
                 anew=not (from_itself or when_needed)
                 and (of_batch or not (change.sometimes or context.called_sometimes)),
             )
-        for use in context.reads.uses:
-            if use.read is None or context.is_dead(use.guards):
+        for use in context.live_uses:
+            if use.read is None:
                 continue
             is_bodys = context.covers(use.line) and not asks_step(context, use.conditions)
             for path, from_itself in _drawn(context, use):
@@ -266,8 +266,7 @@ def is_of_all_ranks(context: Context, reads: Iterable[Read]) -> bool:
 
 def is_given_to_all(context: Context, name: str) -> bool:
     """Whether a variable is given to a call that brings together what ranks have: `dist.all_reduce(n)`."""
-    uses = (use for use in context.reads.uses if not context.is_dead(use.guards))
-    calls = (use.read for use in uses if use.read is not None and meets(context, use.read))
+    calls = (use.read for use in context.live_uses if use.read is not None and meets(context, use.read))
     return any(isinstance(each, Path) and each.root == name for call in calls for each in call.every)
 
 
@@ -280,9 +279,10 @@ def meets(context: Context, call: Call) -> bool:
 
 def gives_micro_batches(context: Context, call: Call, methods: Collection[str] = ("train", "evaluate")) -> bool:
     """Whether a call is one of these ``methods`` of `Run`, over whose micro-batches a loop goes."""
-    path = call.function[0] if len(call.function) == 1 else None
-    is_method = isinstance(path, Path) and bool(path.attributes) and path.attributes[-1] in methods
-    return is_method and isinstance(path, Path) and is_run(context.value_of(path.owner))
+    match call.function:
+        case (Path(attributes=(*_, name)) as path,) if name in methods:
+            return is_run(context.value_of(path.owner))
+    return False
 
 
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:

@@ -116,9 +116,7 @@ def _set_elsewhere(context: Context) -> Iterator[tuple[int, str]]:
 def _given_to_meetings(follower: InputFollower, context: Context) -> set[int]:
     """The `id` of each object that a function gives, after the loop, to calls that bring together what ranks have."""
     found: set[int] = set()
-    for use in context.reads.uses:
-        if context.is_dead(use.guards):
-            continue
+    for use in context.live_uses:
         if use.read is not None and not context.covers(use.line) and _leads_to_meeting(follower, context, use.read):
             path = use.read.function[0] if len(use.read.function) == 1 else None
             receiver = [path.owner] if isinstance(path, Path) and path.attributes else []

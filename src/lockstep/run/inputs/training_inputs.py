@@ -107,9 +107,9 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
 
 def _clips_used(context: Context) -> str:
     """Where a body clips gradients and no line computes them without an update; "" for nowhere."""
-    for use in () if "backward" in context.reads.methods else context.reads.uses:
+    for use in () if "backward" in context.reads.methods else context.live_uses:
         is_clip = use.read is not None and use.read.method in ("clip_grad_norm_", "clip_grad_value_")
-        if is_clip and context.covers(use.line) and not context.is_dead(use.guards):
+        if is_clip and context.covers(use.line):
             return f"{PurePath(context.code.co_filename).name}:{use.line}"
     return ""
 
@@ -207,8 +207,8 @@ def given_by(follower: InputFollower, context: Context, *, in_loop: bool = False
     """
     found: list[Given] = []
     file = PurePath(context.code.co_filename).name
-    for use in context.reads.uses:
-        if context.is_dead(use.guards) or (in_loop and not context.covers(use.line)):
+    for use in context.live_uses:
+        if in_loop and not context.covers(use.line):
             continue
         where, before = f"{file}:{use.line}", len(found)
         if use.read is not None:

@@ -237,14 +237,16 @@ def without(script: StateTree, plain: Mapping[str, str]) -> None:
     for kind in ("inputs", "made", "plain"):
         for path, held in [*script[kind].items()]:
             is_same = plain.get(path) == (held if kind == "plain" else held["value"])
-            # Of a sequence that is read whole, the items are there one by one, too.
-            items = {} if kind == "plain" else _items(script["plain"], path)
-            if is_same or (items and items == _items(plain, path)):
+            if is_same or (kind != "plain" and _are_items_same(path, script["plain"], plain)):
                 del script[kind][path]
 
 
-def _items(plain: Mapping[str, str], path: str) -> dict[str, str]:
-    return {each: text for each, text in plain.items() if each.startswith(f"{path}[")}
+def _are_items_same(path: str, plain: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether both hold the same items of a sequence that is read whole, which are there one by one, too."""
+    items, others = (
+        {each: text for each, text in held.items() if each.startswith(f"{path}[")} for held in (plain, other)
+    )
+    return bool(items) and items == others
 
 
 def lost(before: Mapping[str, Any], now: Mapping[str, Any], after: Mapping[str, Any]) -> Lost:

@@ -28,6 +28,7 @@ from lockstep.run.source.source_reads import (
     Read,
     Reads,
     Text,
+    Use,
     reads_of,
 )
 
@@ -117,6 +118,11 @@ class Context:
             if value is not UNKNOWN and bool(value) is not holds:
                 return True
         return False
+
+    @property
+    def live_uses(self) -> Iterator[Use]:
+        """The calls and writes of the function, but for those that are never reached, see `is_dead`."""
+        return (use for use in self.reads.uses if not self.is_dead(use.guards))
 
     def settled_value(self, path: Path) -> object:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""

@@ -125,7 +125,7 @@ class Use(NamedTuple):
 
     read: Call | None
     target: Path | None  #: the object that is written to
-    written: str  #: the text of the attribute or item of it, such as ``group['lr']``
+    written: str  #: the text of the attribute or item of it, such as ``group['lr']``; "" for a call
     value: tuple[Read, ...]
     conditions: tuple[Read, ...]
     loops: tuple[int, ...]  #: those around it, as indices into `Reads.exits`; the first one is the function
@@ -336,7 +336,8 @@ class _Reader:
 
     def _use(self, call: Call | None, target: Path | None, value: Sequence[Read], node: ast.expr) -> None:
         around = (self._conditions, self._loops, node.lineno, self._sometimes, self._guards)
-        self.reads.uses.append(Use(call, target, text_in_script(node), tuple(value), *around))
+        written = "" if target is None else text_in_script(node)
+        self.reads.uses.append(Use(call, target, written, tuple(value), *around))
 
     def _change(self, path: Path, value: Iterable[Read], line: int) -> None:
         self.reads.changes.append(self._changed(path, value, line))
