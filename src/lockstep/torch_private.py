@@ -109,6 +109,18 @@ def after_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def saved_by(node: Any, name: str) -> Any:
+    """What a ``node`` of the graph of a backward pass keeps as ``name``; None if torch has named that otherwise.
+
+    Whole numbers are signed. Without the names, losses that are no means over samples are not told.
+    """
+    try:
+        saved = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:  # what was saved is computed once more, which may only be done in a backward pass
+        return None
+    return saved - 2**64 if isinstance(saved, int) and saved >= 2**63 else saved
+
+
 # ---- operations
 
 

@@ -40,6 +40,7 @@ LOOPS = "tests/ranks/run/test_loops.py"
 STEPS = "tests/ranks/run/test_steps.py"
 DIVERGENCE = "tests/ranks/run/test_divergence.py"
 IDENTITY = "tests/ranks/run/test_identity.py"
+LOSS_ITEMS = "tests/ranks/run/test_loss_items.py"
 FINITE = "tests/ranks/run/test_nonfinite.py"
 REGISTRATION = "tests/ranks/run/test_registration.py"
 RANDOMNESS = "tests/ranks/run/test_randomness.py"
@@ -653,6 +654,15 @@ MUTANTS = [
         "not self._precision.scales and not",
         FINITE,
     ),
+    mutant("run/checks/loss_items.py", "if samples == step_samples or", "if", LOSS_ITEMS),
+    mutant("run/checks/loss_items.py", "if sizes in shapes:", "if False:", LOSS_ITEMS),
+    mutant(
+        "run/checks/loss_items.py",
+        '(kind == "Mul" and round(1 / other, 6) % samples != 0)',
+        'kind == "Mul"',
+        LOSS_ITEMS,
+    ),
+    mutant("run/checks/loss_items.py", "divisor not in (None, elements)", "divisor is not None", LOSS_ITEMS),
     mutant("run/checks/nonfinite.py", "cmath.isfinite(sum([each.item() for each in sums]))", "True", FINITE),
     mutant(
         "run/setup/identity.py",

@@ -96,6 +96,20 @@ def try_shared_storage():
 
 
 @row
+def try_saved_by():
+    out, labels = torch.randn(2, 3, requires_grad=True), torch.tensor([0, -100])
+    node = nn.functional.cross_entropy(out, labels).grad_fn
+    saved = {
+        name: torch_private.saved_by(node, name) for name in ("reduction", "total_weight", "weight", "ignore_index")
+    }
+    assert saved == {"reduction": 1, "total_weight": torch.tensor(1.0), "weight": None, "ignore_index": -100}
+    assert torch_private.saved_by(node, "target") is labels
+    assert torch_private.saved_by(nn.functional.mse_loss(out, out + 1, reduction="sum").grad_fn, "reduction") == 2
+    assert float(torch_private.saved_by((out.sum() / 5).grad_fn, "other")) == 5
+    assert torch_private.saved_by(out.mean().grad_fn, "self_sym_sizes") == (2, 3)
+
+
+@row
 def try_is_transformed():
     seen = []
     torch.vmap(lambda x: seen.append(torch_private.is_transformed(x)) or x)(torch.ones(2))

@@ -30,6 +30,7 @@ from torch import nn
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
 from lockstep.run.checks.loop_checks import LoopChecks
+from lockstep.run.checks.loss_items import LossItems
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.checks.update_checks import UpdateChecks
 from lockstep.run.loop.closures import ClosureSteps, HeldMicroBatch
@@ -110,6 +111,7 @@ class TrainStep:
         self.audit: Final = Audit(context)
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)
+        self._loss_items: Final = LossItems(state, context.warnings)
         self._marker: Final = context.marker
         self._metrics: Final = context.metrics
         self._position: Final = context.position
@@ -181,6 +183,8 @@ class TrainStep:
             if self.transcript is not None:
                 self.transcript.note_draws(self.replays.play)
         value = None if pipeline is not None else self._value_of(loss, task, position, items)
+        if value is not None and position.is_checked and count is None and loss_is == "mean":
+            self._loss_items.look_at(value, target, position)
         current.reached.add(target)
         current.with_loss.update(optimizers)
         if position.last and not replayed:

@@ -170,43 +170,45 @@ class RankWarnings:
         self._group: Final = group
         self._say: Final = say
         self._protect_newest: Final = protect
-        self._waiting: list[tuple[str, bool]] = []  # of this rank, for the leader to print
-        self._found: set[str] = set()  # on this rank, each printed once
+        self._waiting: list[tuple[str, str, bool]] = []  # of this rank, for the leader to print
+        self._found: set[str] = set()  # what this rank's were about, each printed once
         self._protects = False
 
-    def add(self, text: str) -> None:
-        """This rank has found ``text``, which other ranks may find, too; said once of each."""
-        self._add(text, spoils=False)
+    def add(self, text: str, about: str = "") -> None:
+        """This rank has found ``text``, which other ranks may find, too; said once of each.
+
+        With ``about``, in which the numbers of a rank are left out, said once by all ranks together.
+        """
+        self._add(text, about, spoils=False)
 
     def add_spoilt(self, text: str) -> None:
         """Add the warning ``text``, printed once, and protect the newest checkpoint, since later ones may be spoilt."""
         self._protect()
-        self._add(text, spoils=True)
+        self._add(text, text, spoils=True)
 
     def say_all(self) -> None:
         """Print the other ranks' warnings on the leader, each text once. Collective."""
         waiting, self._waiting = self._waiting, []
-        by_text: dict[tuple[str, bool], list[int]] = {}
+        by_text: dict[tuple[str, str, bool], list[int]] = {}
         for rank, found in enumerate(self._group.gather_objects(waiting, "warnings")):
             for each in found:
                 by_text.setdefault(each, []).append(rank)
-        for (text, spoils), ranks in by_text.items():
-            if not spoils:
-                self._say(f"{format_ranks(ranks)}: {text}")
+        for (text, about, spoils), ranks in by_text.items():
+            if spoils:
+                self._protect()  # on the leader, too, which removes older checkpoints; no save came in between
+            if about and about in self._found:
                 continue
-            self._protect()  # on the leader, too, which removes older checkpoints; no save came in between
-            if text not in self._found:
-                self._found.add(text)
-                self._say(text)
+            self._found.add(about)
+            self._say(text if spoils else f"{format_ranks(ranks)}: {text}")
 
-    def _add(self, text: str, *, spoils: bool) -> None:
-        if text in self._found:
+    def _add(self, text: str, about: str, *, spoils: bool) -> None:
+        if (about or text) in self._found:
             return
-        self._found.add(text)
+        self._found.add(about or text)
         if self._group.leads:
             self._say(text)
         else:
-            self._waiting.append((text, spoils))
+            self._waiting.append((text, about, spoils))
 
     def _protect(self) -> None:
         if not self._protects:
