@@ -455,23 +455,22 @@ def _as_text(name: str, value: object) -> str:
 
 
 def parse(name: str, value: Any) -> Any:
-    """``value`` as setting ``name`` holds it; text, as from a command line, is read.
+    """``value`` as setting ``name`` holds it; text, as from a command line, is read, and a number as its text.
 
     Raises:
-        SettingError: if there is no such setting, or the text cannot be read as its value.
+        SettingError: if there is no such setting, or the value cannot be read as one of its kind.
     """
     if name not in _FIELDS:
         raise SettingError(f"{name}: no such setting; {did_you_mean(name, _FIELDS)}")
     reader, is_optional = reader_of(_FIELDS[name]), str(_FIELDS[name].type).endswith("| None")
-    if not isinstance(value, str):
-        is_text = value is None or isinstance(value, Interval) or reader is not _READERS["Interval"]
-        return value if is_text else Interval.parse(value, name)
-    if value.lower() == "none" and is_optional:
-        return None
+    if isinstance(value, _READ) or (is_optional and (value is None or str(value).lower() == "none")):
+        return None if isinstance(value, str) else value
     if reader is _READERS["Interval"]:
         return Interval.parse(value, name)
     try:
-        return reader.read(value)
+        if reader is _WORD and not isinstance(value, str) and not _FIELDS[name].metadata["one_of"]:
+            raise ValueError(value)
+        return reader.read(str(value))
     except (ValueError, KeyError):
         raise SettingError(f"{name}={value!r}: give {reader.wants}") from None
 

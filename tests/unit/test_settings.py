@@ -142,6 +142,12 @@ def test_what_may_be_absent_can_be_taken_back(name):
         ({"sed": 1}, "sed: no such setting; did you mean seed?"),
         ({"xyzzy": 1}, "xyzzy: no such setting; there are seed, strategy"),
         ({"seed": "one"}, "seed='one': give a whole number"),
+        ({"seed": 1.5}, "seed=1.5: give a whole number"),
+        ({"seed": True}, "seed=True: give a whole number"),
+        ({"keep": None}, "keep=None: give a whole number"),
+        ({"emergency": 3}, "emergency=3: give true or false"),
+        ({"checkpoint": 3}, "checkpoint=3: give a word"),
+        ({"precision": True}, "precision='True': give one of fp32"),
         ({"seed": -1}, "seed=-1: it must be at least 0"),
         ({"keep": 0}, "keep=0: it must be at least 1"),
         ({"threads": 0}, "threads=0: it must be at least 1"),
@@ -178,3 +184,4 @@ def test_settings_say_themselves():
 
 def test_a_value_that_is_no_text_is_taken_as_it_is():
     assert parse("clip_norm", 1.0) == 1.0
+    assert parse("emergency", 0) is False
