@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
@@ -113,7 +113,7 @@ class TrainingInputs:
         """The values themselves at the places of `held_between`, and what is computed from each."""
         return {place.text: (value, what) for place, what, value in values_at(self._lasting.values())}
 
-    def may_change(self, names: Collection[str]) -> list[tuple[Place, str]]:
+    def may_change(self, names: Container[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""
         return [each for each in self._lasting.values() if not each[0].attributes or each[0].attributes[-1] in names]
 

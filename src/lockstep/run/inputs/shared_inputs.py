@@ -22,7 +22,7 @@ from lockstep.launch_contract import OWN_MICRO_BATCHES
 from lockstep.run.inputs.input_places import TrainingInputs
 from lockstep.run.inputs.told_parts import part_told
 from lockstep.run.inputs.training_inputs import training_inputs
-from lockstep.run.source.decided_tests import changed_names
+from lockstep.run.source.decided_tests import ChangedNames
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import (
     CACHES,
@@ -252,7 +252,7 @@ class SharedInputs:
             self._first.setdefault(name, mark)
 
     def _watch(self, inputs: TrainingInputs) -> None:
-        found = [each for each in values_at(inputs.may_change(changed_names())) if type(each[2]) in PLAIN]
+        found = [each for each in values_at(inputs.may_change(ChangedNames())) if type(each[2]) in PLAIN]
         self._watched = [(place, what) for place, what, _ in found]
         self._newest.update((place.text, value) for place, _, value in found)
 

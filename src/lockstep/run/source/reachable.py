@@ -69,7 +69,8 @@ GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState
 BUILTIN_METHODS: Final = (BuiltinFunctionType, MethodWrapperType)
 _NO_STATE: Final = (ModuleType, type, CodeType, FrameType, BuiltinFunctionType)
 #: Packages whose functions and objects lead to all of the process, or are no state of a script; but for these of them.
-_FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "numpy", "tqdm"}
+#: The last three lead to all tests of a suite, if one of them trains.
+_FOREIGN: Final = sys.stdlib_module_names | {"lockstep", "numpy", "tqdm", "pytest", "_pytest", "pluggy"}
 _FOREIGN_TORCH: Final = (
     "torch._",
     "torch.autograd",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
-from lockstep.run.source.decided_tests import UNKNOWN, changed_names, value_of_test
+from lockstep.run.source.decided_tests import UNKNOWN, ChangedNames, value_of_test
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
@@ -75,7 +75,7 @@ class Context:
     in_body: bool = False  #: whether a body runs it, or it runs the loop
     sometimes: bool = False  #: not in each body
     at_step: bool = False  #: whether it runs where `Run.step` said that a step is done, within a pass
-    unsettled: frozenset[str] = frozenset()  #: variables and attributes that may still get another value
+    unsettled: Container[str] = ()  #: variables and attributes that may still get another value
     calls: LineCalls = field(default_factory=LineCalls)  #: what lines have run
     caller: Context | None = None  #: the function that calls this one
     conditions: tuple[Read, ...] = ()  #: under which it does, in that function
@@ -128,8 +128,9 @@ class Context:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""
         value = self.value_of(path)
         is_own = self.frame is None and (path.root in self.reads.set_from or path.root in self.reads.outer)
-        is_settled = not is_own and self.unsettled.isdisjoint((path.root, *path.attributes))
-        return value if is_settled and type(value) in PLAIN else UNKNOWN
+        if is_own or type(value) not in PLAIN:
+            return UNKNOWN
+        return UNKNOWN if any(name in self.unsettled for name in (path.root, *path.attributes)) else value
 
     def place_of(self, path: Path) -> Place | None:
         """The place of a path, if known and outliving a body."""
@@ -214,7 +215,7 @@ def running_functions(frame: FrameType | None, calls: LineCalls) -> Iterator[Con
     The function with the loop, and those that stand between the loop and its items, are `Context.in_body`.
     """
     frames = tuple(script_frames(frame))
-    unsettled = changed_names().union(*map(_names_changed, frames))
+    unsettled = ChangedNames(name for each in frames for name in _names_changed(each))
     in_body = True
     for script in frames:
         reads = reads_of(script.f_code) or Reads()
