@@ -236,12 +236,15 @@ def is_of_items(context: Context, reads: Iterable[Read], *, without: Collection[
     """
     if not context.loop.items:
         return False
-    changed = {change.path.root for change in context.reads.changes if context.covers(change.line)}
     filled = [read for read in reads if isinstance(read, Path) and read.root in context.loop.fresh]
     reads = [*reads, *(one for read in filled for one in context.reads.filled_from.get(read.root, ()))]
     reached = {path.root for path, _ in _reached(context, reads, context.loop.fresh, without=without)}
-    stay = {name for name in changed if not is_run(context.value_of(Path(name)))} - context.loop.fresh
-    return not reached.isdisjoint(context.loop.items) and reached.isdisjoint(stay)
+    stay = (reached & context.once(_changed_in_body)) - context.loop.fresh
+    return not reached.isdisjoint(context.loop.items) and all(is_run(context.value_of(Path(name))) for name in stay)
+
+
+def _changed_in_body(context: Context) -> frozenset[str]:
+    return frozenset(change.path.root for change in context.reads.changes if context.covers(change.line))
 
 
 def is_of_turn(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
@@ -266,8 +269,12 @@ def is_of_all_ranks(context: Context, reads: Iterable[Read]) -> bool:
 
 def is_given_to_all(context: Context, name: str) -> bool:
     """Whether a variable is given to a call that brings together what ranks have: `dist.all_reduce(n)`."""
+    return name in context.once(_given_to_all)
+
+
+def _given_to_all(context: Context) -> frozenset[str]:
     calls = (use.read for use in context.live_uses if use.read is not None and meets(context, use.read))
-    return any(isinstance(each, Path) and each.root == name for call in calls for each in call.every)
+    return frozenset(each.root for call in calls for each in call.every if isinstance(each, Path))
 
 
 def meets(context: Context, call: Call) -> bool:

@@ -47,10 +47,17 @@ class ChangedNames(Container[str]):
 
     def __init__(self, others: Iterable[str] = ()) -> None:
         self._others: Final = frozenset(others)
-        self._files: Final = frozenset(script_files().values())
+        self._known: Final[dict[object, bool]] = {}
+
+    @functools.cached_property
+    def _files(self) -> frozenset[str]:
+        return frozenset(script_files().values())
 
     def __contains__(self, name: object) -> bool:
-        return name in self._others or any(_is_changed_in(file, str(name)) for file in self._files)
+        if name not in self._known:
+            of_a_file = (_is_changed_in(file, str(name)) for file in self._files)
+            self._known[name] = name in self._others or any(of_a_file)
+        return self._known[name]
 
 
 @functools.cache

@@ -424,10 +424,7 @@ def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
     found: dict[str, object] = {}
-    for each in reversed(kind.__mro__):
-        is_torchs = each.__module__.startswith("torch")
-        if each.__module__ == "builtins" or (is_torchs and "__slots__" not in vars(each)):
-            continue
+    for each, is_torchs in _classes_with_parts(kind):
         for name, item in vars(each).items():
             if type(item) is MemberDescriptorType and not name.startswith("__"):  # of `__slots__`
                 with contextlib.suppress(AttributeError):  # not set
@@ -437,6 +434,17 @@ def _attributes_of(value: object, kind: type) -> Iterator[tuple[str, object]]:
     for name, item in (dict_of(value) or {}).items():
         found |= item if name in MODULE_PARTS and type(item) is dict else {name: item}
     yield from ((f".{name}", item) for name, item in found.items())
+
+
+@functools.lru_cache(maxsize=1024)
+def _classes_with_parts(kind: type) -> tuple[tuple[type, bool], ...]:
+    """The classes behind ``kind`` whose variables and slots are looked at, and whether a class is torch's."""
+    named = ((each, each.__module__.startswith("torch")) for each in reversed(kind.__mro__))
+    return tuple(
+        (each, is_torchs)
+        for each, is_torchs in named
+        if each.__module__ != "builtins" and ("__slots__" in vars(each) or not is_torchs)
+    )
 
 
 def _is_variable(item: object) -> bool:
@@ -449,5 +457,6 @@ def is_foreign(kind: type) -> bool:
     return _is_foreign(kind.__module__) and not issubclass(kind, _HOLDERS)
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_foreign(module: str) -> bool:
     return module.partition(".")[0] in _FOREIGN or module.startswith(_FOREIGN_TORCH)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from lockstep.run.source.decided_tests import UNKNOWN, ChangedNames, value_of_test
 from lockstep.run.source.line_calls import LineCalls
@@ -31,6 +31,8 @@ from lockstep.run.source.source_reads import (
     Use,
     reads_of,
 )
+
+T = TypeVar("T")
 
 #: Types of numbers and texts.
 PLAIN: Final = (bool, int, float, str, type(None))
@@ -81,11 +83,19 @@ class Context:
     conditions: tuple[Read, ...] = ()  #: under which it does, in that function
     called_sometimes: bool = False  #: not whenever that function runs, or the one that calls that
     callees: dict[int, tuple[Call, list[Callee]]] = field(default_factory=dict)  #: by the `id` of a call, which is kept
+    _decided: dict[int, object] = field(default_factory=dict)  # the values of tests, by the `id` of each, which is kept
+    _computed: dict[Callable[[Context], Any], Any] = field(default_factory=dict)
 
     @functools.cached_property
     def held(self) -> dict[str, object]:
         """The variables of a function that is running."""
         return {} if self.frame is None else variables_of(self.frame)
+
+    def once(self, compute: Callable[[Context], T]) -> T:
+        """The result of ``compute`` for this function, which is computed once: nothing runs while a script is read."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        return cast(T, self._computed[compute])
 
     @property
     def is_between(self) -> bool:
@@ -114,15 +124,17 @@ class Context:
     def is_dead(self, guards: Iterable[Guard]) -> bool:
         """Whether a test of ``guards`` never holds, such as the test of an option that is not set."""
         for test, holds in guards:
-            value = value_of_test(test, self.settled_value)
+            if id(test) not in self._decided:
+                self._decided[id(test)] = value_of_test(test, self.settled_value)
+            value = self._decided[id(test)]
             if value is not UNKNOWN and bool(value) is not holds:
                 return True
         return False
 
-    @property
-    def live_uses(self) -> Iterator[Use]:
+    @functools.cached_property
+    def live_uses(self) -> tuple[Use, ...]:
         """The calls and writes of the function, but for those that are never reached, see `is_dead`."""
-        return (use for use in self.reads.uses if not self.is_dead(use.guards))
+        return tuple(use for use in self.reads.uses if not self.is_dead(use.guards))
 
     def settled_value(self, path: Path) -> object:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""
