@@ -2,8 +2,8 @@
 # make test    check the style and run the whole test suite
 # make test-clusters   real jobs in a Slurm and a Grid Engine of our own, where these are installed (docs/clusters.md)
 # make campaign   a thousand random training scripts on every world, beside plain torch; the tests that `make test`
-#                 leaves out since their like is in it, and properties with other examples each time (about half an
-#                 hour); then 520 faults (an hour, as root)
+#                 leaves out since their like is in it or for their length, and properties with other examples each time
+#                 (about an hour); then 520 faults (an hour, as root)
 # make mutants    plant errors in the code and see which test notices each (about an hour)
 # make test-gpu   what only GPUs can show, on a machine that has some (docs/gpu.md, which it writes)
 # make surface   what is public: write the list that the tests compare (docs/versioning.md)

@@ -89,6 +89,7 @@ def test_price(tmp_path):
     assert len(shown.splitlines()) == 3 + len(seen)
 
 
+@pytest.mark.campaign
 def test_gradient_hooks(tmp_path):
     found, _ = measured(tmp_path, "gradient_hooks.py", "--layers", "3")
     assert [(row["parameters"], row["way"]) for row in found] == [(6, "plain"), (6, "ddp"), (6, "hooks")]
@@ -129,6 +130,7 @@ def test_goodput(tmp_path):
 on_hosts = pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 @on_hosts
 def test_campaign(tmp_path):

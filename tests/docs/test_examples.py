@@ -56,6 +56,7 @@ def mnist(tmp_path):
     return tmp_path / "data"
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_mnist_is_read_once_on_each_machine_and_every_test_image_counted_once(tmp_path, mnist):
     talk = run(tmp_path, 2, "mnist.py", "--data", mnist, "--epochs", "12")

@@ -34,6 +34,7 @@ def test_names_and_numbers_agree():
     assert codes == [[EXIT_USAGE, EXIT_NOT_SAVED], [EXIT_STOPPED]]
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_the_command_trains_on_two_nodes(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPTS["train.py"].text)

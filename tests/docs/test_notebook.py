@@ -14,6 +14,7 @@ from executed_notebook import executed, shapes  # noqa: E402 - needs what was lo
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_the_kept_outputs_are_those_of_its_cells(tmp_path):
     kept = nbformat.read(NOTEBOOK, as_version=4)

@@ -74,6 +74,7 @@ def direct_mean_iou(network, data, canvas=72, together=2):
     return np.mean([both.sum() / either.sum() for both, either in overlaps if either.any()])
 
 
+@pytest.mark.campaign
 def test_segmentation_counts_every_pixel_once_and_ranks_do_not_matter(tmp_path):
     data = str(write_voc(tmp_path, train=9, val=5))
     [alone], together = run_ranks(segment, 1, data), run_ranks(segment, 2, data)
@@ -129,6 +130,7 @@ def test_the_backbone_begins_with_the_weights_of_a_classifier(tmp_path):
 # ---- reinforcement learning ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_reinforcement_learns_the_same_on_any_number_of_ranks():
     returns = [run_ranks(play, ranks, "reinforcement", {"epochs": 1}) for ranks in (1, 2)]
     assert len({won for world in returns for won in world}) == 1
@@ -148,12 +150,14 @@ def test_rewards_to_come_are_discounted_sums():
     assert come.flatten().tolist() == pytest.approx([1 + 0.99 + 0.99**2, 0.99 * 2, 1 + 0.99, 2, 1, 0])
 
 
+@pytest.mark.campaign
 def test_agent_learns_from_what_observers_ask_by_rpc():
     won, *nothing = run_ranks(play, 3, "reinforcement_rpc", {"updates": 20})
     assert nothing == [None, None]
     assert won > 45
 
 
+@pytest.mark.campaign
 def test_observer_that_dies_is_named(tmp_path):
     script = [EXAMPLES / "reinforcement_rpc.py", "--updates", "100000"]
     code, talk = launch(tmp_path, 3, "--fault", "kill rank 2 after 3 s", *script)
@@ -164,12 +168,14 @@ def test_observer_that_dies_is_named(tmp_path):
 # ---- GPT, GAN --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_gpt_predicts_text_that_it_has_not_read_and_writes(tmp_path):
     code, talk = launch(tmp_path, 2, EXAMPLES / "gpt.py", "--quick")
     assert code == 0, talk
     assert re.search(r"\d\.\d+ bits per character of the held-out topics", talk)
 
 
+@pytest.mark.campaign
 def test_gan_comes_nearer_to_real_digits_and_ranks_do_not_matter():
     results = [run_ranks(play, ranks, "gan", {"epochs": 3}) for ranks in (1, 2)]
     assert len({result for world in results for result in world}) == 1

@@ -112,6 +112,7 @@ def test_contrastive_loss_prefers_the_other_view():
 # ---- plain torch.distributed and rpc ---------------------------------------------------------------------------------
 
 
+@pytest.mark.campaign
 def test_ranks_that_share_one_memory_agree():
     accuracies = run_ranks(play_in_shared_memory, 2)
     assert len(set(accuracies)) == 1
@@ -126,6 +127,7 @@ def play_server():
     return play("batched_parameter_server", steps=60)
 
 
+@pytest.mark.campaign
 def test_a_server_answers_all_trainers_at_once():
     accuracy, *nothing = run_ranks(play_server, 3)
     assert nothing == [None, None]

@@ -47,6 +47,7 @@ def test_the_conda_recipe_is_one_by_its_own_reader():
     assert "torch-lockstep" in str(rendered)
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_the_bill_of_materials_has_what_lockstep_needs_and_no_tools_of_the_tests(tmp_path):
     pytest.importorskip("cyclonedx_py")
@@ -164,6 +165,7 @@ class Index(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_a_release_is_checked_built_and_uploaded(checkout):
     with HTTPServer(("127.0.0.1", 0), Index) as index:

@@ -74,6 +74,7 @@ def test_a_name_that_is_not_there_is_found():
     assert names_in("`run.modle(net)`, `Run(strategies='ddp', keep=3)`") == ({"modle"}, {"strategies", "keep"})
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_the_cells_of_the_page_on_notebooks_run(tmp_path):
     cells = [block.text for block in blocks_of(HOUSE / "docs" / "jupyter.md") if block.file]

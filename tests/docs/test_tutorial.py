@@ -18,6 +18,7 @@ def told(line):
     return re.sub(r"\d+\\\.\d+", r"\\d+\\.\\d+", re.escape(line))
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_each_block_of_the_tutorial_does_what_the_page_says(tmp_path):

@@ -57,6 +57,7 @@ def test_mypy_finds_no_error_in_it(script):
     assert 'expression has type "list[dict[str, Tensor]]"' in run([*command, "wrong.py"], script).stdout
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_pyright_finds_no_error_in_it(script):
     pytest.importorskip("pyright")

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from campaign_marks import combinations
 from lockstep.errors import UsageError
 from lockstep.run import Run
 from worlds import on_world
@@ -95,7 +96,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", combinations([2, 3], campaign=lambda ranks: ranks == 2))
 def test_on_many_ranks(world_size):
     for case, found in zip(CASES, on_world(world_size, [(by_run, *case) for case in CASES]), strict=True):
         samples, global_batch, _, by_items, clip_norm, _, _ = case

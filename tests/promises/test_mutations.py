@@ -78,7 +78,7 @@ from lockstep.tune.results.summary import show, warm_start_lines
 from lockstep.tune.search import Space
 from lockstep.world.world import leading_host
 
-SLICE, ALL = 60, 10_000
+SLICE, ALL = 30, 10_000
 MOST_S, MOST_BYTES = 5.0, 100 << 20
 STRANGE = (
     None, True, -1, 0, 1 << 33, 1 << 70, 10**400, 1e308, float("nan"), "", "x", "\x1b]0;owned\x07", "\ud800",

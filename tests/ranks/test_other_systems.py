@@ -99,6 +99,7 @@ def trained(place, name, epochs, *, hidden=True, workers="0", **variables):
     return rows, newest.name, (place / f"{name}.safetensors").read_bytes()
 
 
+@pytest.mark.campaign
 def test_one_rank_trains_there_with_the_same_bits_with_loader_processes_and_after_a_resume(place):
     expected = trained(place, "linux", "3", hidden=False)
     assert trained(place, "other", "3") == expected

@@ -259,6 +259,7 @@ def test_the_command_line_stands_over_the_options_of_a_file(here, capsys):
     assert "--steps 0: it must be at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.campaign
 def test_commands_that_start_runs_of_their_own_read_the_same_file_and_no_options(here):
     written(here.parent / "lockstep.toml", "[run]\nseed = 5\n[launch]\nnnodes = 2\n")
     written(here / "train.py", SCRIPT_OF_STEPS)

@@ -174,6 +174,7 @@ def test_ranks_that_cannot_start_are_a_problem_and_all_else_is_told(tmp_path):
     assert "run directory" in shown
 
 
+@pytest.mark.campaign
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "hosts")
 def test_two_hosts_see_each_other(tmp_path):
     """Two doctors on hosts of their own; one has a variable of its own, whatever its launcher sets for ranks."""

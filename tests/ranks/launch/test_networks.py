@@ -153,6 +153,7 @@ def test_ranks_of_another_launcher_do_so_too(here):
         assert met(here, started) == 2 * [[2, "eth0"]]
 
 
+@pytest.mark.campaign
 def test_names_that_cannot_be_resolved_any_more_cost_no_restart(here):
     (here / "names.py").write_text(NAMES_GO)
     with hosts(2) as machines:

@@ -212,6 +212,7 @@ def test_a_rank_that_hangs_on_another_host_is_named_on_all(cluster):
         assert failure.startswith("rank 1 of 2 (host n2) hung")
 
 
+@pytest.mark.campaign
 def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster, expected):
     """First a network that is away for a while; then a host dies that is not the coordinator's, then that one.
 
@@ -254,6 +255,7 @@ def test_hosts_that_die_are_named_and_the_job_goes_on_when_they_are_back(cluster
     assert cluster.finals() == {expected}
 
 
+@pytest.mark.campaign
 def test_a_stop_on_one_host_stops_all_with_a_checkpoint(cluster):
     for name in ("n1", "n2"):
         cluster.launch(name, "2", wait=5)
@@ -283,6 +285,7 @@ def test_who_does_not_come_and_who_does_not_fit_is_told(cluster):
     assert re.search(r"gave up waiting for 1 of 2 nodes: here n1 \(\d+ s\)", cluster.said("n1"))
 
 
+@pytest.mark.campaign
 def test_a_host_whose_cpu_has_other_kernels_is_named_as_that(cluster):
     cluster.launch("n1", "2", ATEN_CPU_CAPABILITY="avx2")
     cluster.launch("n2", "2", ATEN_CPU_CAPABILITY="default")
@@ -293,6 +296,7 @@ def test_a_host_whose_cpu_has_other_kernels_is_named_as_that(cluster):
     assert "rank 1 on a CPU by " in told
 
 
+@pytest.mark.campaign
 def test_memory_that_refuses_to_protect_is_told_once_and_tried_again(tmp_path, expected):
     """No step is lost again from the next checkpoint on."""
     with hosts(1) as machines:
@@ -339,6 +343,7 @@ def test_memory_that_refuses_to_protect_is_told_once_and_tried_again(tmp_path, e
     cluster.close()
 
 
+@pytest.mark.campaign
 def test_two_hosts_that_do_not_reach_each_other_are_named_and_no_step_is_lost(tmp_path, expected):
     """Both reach the coordinator, and all ranks wait at the same line: it is no bug of the script."""
     with hosts(3) as machines:

@@ -75,6 +75,7 @@ def test_a_cell_has_one_output_that_follows_the_run_and_says_how_it_ended(kernel
     assert [kind for kind, _ in after.messages if "display" in kind] == []
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("view", ["lines", "silent"])
 def test_another_view_is_taken_where_it_is_asked_for(kernel, view):
     cell = kernel.run(f"os.environ['LOCKSTEP_VIEW'] = {view!r}; lockstep.launch(main, ranks=1, args=(2,))")
@@ -116,6 +117,7 @@ def test_an_interrupted_kernel_saves_leaves_no_rank_behind_and_goes_on(kernel, w
     assert f"resumed at step {step}" in more.text()
 
 
+@pytest.mark.campaign
 def test_a_kernel_interrupted_where_ranks_do_not_listen_ends_them_too(kernel, workshop):
     sleeps = "def sleeps():\n    Path(f'up-{os.environ[\"RANK\"]}').touch()\n    time.sleep(1000)\n"
     interrupted = []
@@ -133,6 +135,7 @@ def test_a_kernel_interrupted_where_ranks_do_not_listen_ends_them_too(kernel, wo
     assert kernel.run("print('alive')").text() == "alive\n"
 
 
+@pytest.mark.campaign
 def test_an_interrupted_search_leaves_no_worker_behind_and_goes_on(kernel, workshop):
     searches = textwrap.dedent("""
         def objective(params):
@@ -199,6 +202,7 @@ def test_a_kernel_that_has_used_cuda_is_refused_before_anything_is_written(kerne
     assert (cell.error, cell.text().splitlines()[-1]) == ("", "2")
 
 
+@pytest.mark.campaign
 def test_the_metrics_of_a_saved_run_are_a_table_and_without_pandas_there_is_a_clear_error(kernel):
     pytest.importorskip("pandas", reason="the table is one of pandas, which is not installed")
     assert not kernel.run("lockstep.launch(main, ranks=2, args=(3, 0), run_dir='r')").error

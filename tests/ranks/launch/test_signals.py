@@ -51,6 +51,7 @@ TRAINS = """
 """
 
 
+@pytest.mark.campaign
 def test_a_stop_and_the_death_of_a_rank_together_lose_no_step(workshop, hit):
     """As where a node is pre-empted and its memory runs out: the survivor's step is in a checkpoint."""
     script = workshop.script(TRAINS)

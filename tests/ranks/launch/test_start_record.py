@@ -77,6 +77,7 @@ def test_without_a_launcher_and_without_checkpoints_nothing_is_written(workshop)
     assert [path.name for path in workshop.here.iterdir()] == ["train.py"]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_git_that_does_not_answer_is_as_none(workshop, launched):
     workshop.script("#!/bin/sh\nsleep 600\n", "git")
@@ -90,6 +91,7 @@ def test_a_git_that_does_not_answer_is_as_none(workshop, launched):
     assert start["settings"]["seed"] == {"value": 7, "source": "script"}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("damage", ["starts", "nodes", "all"])
 def test_a_record_that_somebody_has_damaged_stops_no_run(workshop, damage):
     """The script does so itself, before it opens its run."""

@@ -777,6 +777,7 @@ def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     assert not (tmp_path / "killed" / "emergency").exists(), "there was room in memory"
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_without_room_in_memory_or_a_whole_state_something_else_is_gone_on_from(tmp_path):
     """The memory is full; the loop's body changes what is kept before its step."""

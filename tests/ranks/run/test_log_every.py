@@ -98,6 +98,7 @@ def tensorboard_points(directory):
     return {tag: [(e.step, round(e.value, 5)) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+@pytest.mark.campaign
 def test_killed_and_resumed_every_line_and_point_is_there_once(tmp_path):
     (whole,) = on_world(
         1, [(trained, str(tmp_path / "whole"), 0, 0, False, "tensorboard,mlflow")], env=mlflow_in(tmp_path)

@@ -131,6 +131,7 @@ class Job:
         assert steps == [2, 4], "the second one went on from where the first one had ended"
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_a_model_trains_and_resumes_within_a_limit_at_which_replicas_are_killed(tmp_path):
     job = Job(tmp_path, width=1024, layers=12)  # 50 MB of parameters

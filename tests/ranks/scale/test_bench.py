@@ -33,6 +33,7 @@ def script(tmp_path, monkeypatch):
     return "tiny.py"
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)  # several starts of real ranks, on a machine that may be busy
 def test_a_failing_variant_is_a_row_and_the_others_are_measured(script, tmp_path, capsys):
     (tmp_path / "lockstep.toml").write_text('[prices]\ncurrency = "USD"\ncpu = 0.5\nEPYC = 0.5\n')

@@ -437,6 +437,7 @@ def fast(strategy):
     return train(strategy, reduction="fast")[1]
 
 
+@pytest.mark.campaign
 def test_copies_on_four_ranks(tmp_path):
     where = str(tmp_path)
     results = on_world(

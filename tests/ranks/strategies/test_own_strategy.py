@@ -57,6 +57,7 @@ def package(tmp_path):
     return tmp_path
 
 
+@pytest.mark.campaign
 def test_the_laws_hold(package):
     (package / "test_flat_sum.py").write_text(CODE["test_flat_sum.py"], encoding="utf-8")
     done = started(package, "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "test_flat_sum.py", module="pytest")

@@ -208,9 +208,12 @@ def trained(strategy, shapes):
     ("ranks", "strategy", "shapes"),
     [
         (2, "fsdp", SHAPES),
-        (3, "fsdp:wrap=Reader+Linear", (in_a_row, side_by_side, recomputed, recomputed_by_pairs)),
+        pytest.param(
+            *(3, "fsdp:wrap=Reader+Linear", (in_a_row, side_by_side, recomputed, recomputed_by_pairs)),
+            marks=pytest.mark.campaign,
+        ),
         (3, "fsdp:wrap=HandingOn+Linear", HANDING_ON),
-        (4, "hsdp:shard=2", (all_hidden_states, ladder)),
+        pytest.param(4, "hsdp:shard=2", (all_hidden_states, ladder), marks=pytest.mark.campaign),
     ],
 )
 def test_bits_are_those_of_plain_torch_and_blocks_are_freed_at_once(ranks, strategy, shapes):

@@ -27,6 +27,7 @@ def test_search_digits_finds_a_network_that_reads_digits(tmp_path):
     assert result.counts["stopped"] > result.counts["done"] > 0
 
 
+@pytest.mark.campaign
 def test_search_convnet_trains_each_trial_on_two_ranks(tmp_path):
     words = ("-m", "lockstep", "tune", "--ranks-per-worker", 2, "--run-dir", tmp_path / "run")
     said = run(tmp_path, *words, EXAMPLES / "search_convnet.py", "--trials", 2, "--epochs", 1, "--samples", 64)

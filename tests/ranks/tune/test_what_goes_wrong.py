@@ -201,6 +201,7 @@ def train(run, lr, epochs=2):
     return run.metrics["loss"], steps
 
 
+@pytest.mark.campaign
 def test_runs_of_one_trial_share_nothing_and_report_one_curve(capfd):
     trained = []
 

@@ -149,7 +149,7 @@ LOAD = '\n    optimizer.load_state_dict(state["optimizer"])'
     ("seed", "load", "way", "says"),
     [
         ("torch.manual_seed(0)", LOAD, None, ""),
-        ("", LOAD, "the same again", "before the first step"),
+        pytest.param("", LOAD, "the same again", "before the first step", marks=pytest.mark.campaign),
         ("torch.manual_seed(0)", "", "kill -9 after its first checkpoint, and run again", "parameter 0"),
     ],
 )

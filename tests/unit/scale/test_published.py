@@ -62,6 +62,7 @@ def on_the_page(row):
     return [float(number) for number in re.findall(r"[\d.]+", line)]
 
 
+@pytest.mark.campaign
 def test_nine_of_ten_rows_of_a_source_that_nothing_comes_from_lie_within_their_intervals():
     """Rows, constants and widths of intervals all come from other sources: what a table from elsewhere can expect."""
     single, _ = read_rows(BATCHES.read_text(encoding="utf-8"))
