@@ -655,6 +655,30 @@ MUTANTS = [
         FINITE,
     ),
     mutant("run/checks/loss_items.py", "if samples == step_samples or", "if", LOSS_ITEMS),
+    mutant(
+        "run/loop/training_loop.py",
+        "        self._context.inputs.begin_pass(self._position.progress.step)\n",
+        "",
+        "tests/ranks/run/test_apart_for_a_while.py",
+    ),
+    mutant(
+        "run/state/whole_models.py",
+        "        self._snapshot.compare_models()\n",
+        "",
+        "tests/ranks/run/test_whole_models.py",
+    ),
+    mutant(
+        "run/batches/loaders.py",
+        "marks += checksums(loader.rows_in_memory())",
+        "pass",
+        "tests/ranks/run/test_identity.py",
+    ),
+    mutant(
+        "run/inputs/body_changes.py",
+        "not context.is_between and is_of_items(",
+        "not context.is_between or is_of_items(",
+        "tests/ranks/run/test_training_inputs.py",
+    ),
     mutant("run/checks/loss_items.py", "if sizes in shapes:", "if False:", LOSS_ITEMS),
     mutant(
         "run/checks/loss_items.py",

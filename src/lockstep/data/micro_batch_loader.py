@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
+import torch
+
 from lockstep.batch import BatchPlan, EpochSteps
 from lockstep.data.indexed.sampling import NO_CHECKS, CheckedSteps, MicroBatch, Padding, TorchLoader
 from lockstep.data.seen_samples import SeenSamples
@@ -36,6 +38,10 @@ class MicroBatchLoader(Protocol):
         The result is equal on all ranks if these hold equal data. None for data that ranks compare while they read it,
         and for shards. Three samples are read, in a loader process if the loader has any.
         """
+
+    def rows_in_memory(self) -> list[torch.Tensor]:
+        """Rows of the tensors that a data set in memory consists of, spread over all of them; [] for other data."""
+        return []
 
     def steps(self, epoch: int) -> EpochSteps:
         """The steps of ``epoch``, over all ranks.

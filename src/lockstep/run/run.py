@@ -239,7 +239,7 @@ class Run:
             context.inputs.asked_at,
             serving,
         )
-        self._whole: Final = WholeModels(context, self._train_step)
+        self._whole: Final = WholeModels(context, self._train_step, snapshot)
         self._shutdown: Final = Shutdown(
             context,
             self._loaders,

@@ -156,6 +156,26 @@ def test_decisions_that_differed_in_some_steps_are_refused_at_the_next_compariso
             assert f": {DECIDED[own]}, which run.step(...) is computed from, in earlier steps on rank 1" in told
 
 
+def decided_between_passes(own):
+    """A smoothing that each pass computes anew after its last body; ranks differ for the third pass only."""
+    smoothing = 0.0
+    with Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2)
+        for epoch in run.epochs(6):
+            for x, y in run.train(batches):
+                run.step(F.cross_entropy(model(x), y, label_smoothing=smoothing))
+            smoothing = 0.2 if epoch == 2 and (run.rank or not own) else 0.1
+
+
+def test_what_differs_for_a_pass_that_is_not_looked_at_is_refused_too():
+    on_own, on_all = on_world(2, [(refusal, decided_between_passes, own) for own in (True, False)])
+    for told in on_own:
+        assert ": smoothing, which run.step(...) is computed from, " in told
+    assert on_all == ["", ""]
+
+
 def test_a_module_that_only_one_rank_has_changed_is_refused_in_an_evaluation():
     on_leader, on_all = on_world(2, [(refusal, averaged, "the leader"), (refusal, averaged, "all")])
     for told in on_leader:

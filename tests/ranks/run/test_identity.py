@@ -365,6 +365,17 @@ def split_by_rank(of, pass_over):
                 model(batch)
 
 
+def relabelled_by_rank():
+    """A few rows are other ones on another rank, and none of those that each pass reads."""
+    labels = torch.arange(32.0)
+    labels[5 + torch.randint(4, ())] += float(os.environ["RANK"])
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch, label in run.train(run.loader((X, labels), global_batch=8, micro_batch=2)):
+            run.step((model(batch)[:, 0] - label).square().mean())
+
+
 def labels_of_own_samples():
     labels = torch.zeros(32, 2)
     with Run() as run:
@@ -389,7 +400,8 @@ def noise_after_the_leader_has_drawn():
 
 def test_ranks_that_hold_other_samples_are_refused():
     calls = [(split_by_rank, of, pass_over) for of in (rolled, Rows) for pass_over in ("train", "evaluate")]
-    *refused, alike = on_world(3, [*calls, (labels_of_own_samples,), (noise_after_the_leader_has_drawn,)])
+    calls += [(relabelled_by_rank,), (labels_of_own_samples,), (noise_after_the_leader_has_drawn,)]
+    *refused, alike = on_world(3, calls)
     assert alike == [None] * 3
     for messages in refused:
         for message in messages:

@@ -120,6 +120,22 @@ def test_servers_run_no_body_to_evaluate_in():
     assert "UsageError: run.evaluate(...) in the body of run.train(...): under this strategy some ranks serve" in worker
 
 
+def test_an_evaluation_that_is_left_says_what_it_measured_for_nothing(capfd, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with Run() as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, batch in enumerate(run.evaluate(run.loader(X[:10], **SIZES))):
+            if number == 2:
+                break
+            run.measure(held=model(batch).squeeze(1))
+        next(iter(run.evaluate(run.loader(X[:10], **SIZES))))
+        assert "held" not in run.metrics
+    said = capfd.readouterr().err
+    assert said.count("left before its end, so held is not in run.metrics") == 1
+    assert said.count("left before its end") == 1
+
+
 def served(strategy, directory, stop=False):
     """Stretches through several epochs; one is left by break where an epoch ends, and perhaps stopped after that."""
     os.environ[RESUME] = "1"

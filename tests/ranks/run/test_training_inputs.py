@@ -1173,6 +1173,21 @@ TOLD = {
         "model.load_state_dict(held)",
         "seen, which model.load_state_dict(...)",
     ),
+    "a file of the last batch": (
+        "pass",
+        "json.dump(loss.item(), io.StringIO())",
+        "json.dump(...) is computed from loss, of",
+    ),
+    "rows of the last batch": (
+        "pass",
+        "history.append([1, x.mean().item()])\ncsv.writer(io.StringIO()).writerows(history)",
+        "writerows(...) is computed from x, of the last micro-batch of the loop in line",
+    ),
+    "a file of the last batch of an evaluation": (
+        "pass",
+        "for x, y in run.evaluate(batches):\n    out = model(x)\ntorch.save({'out': out}, io.BytesIO())",
+        "torch.save(...) is computed from out, of the last micro-batch of the loop in line",
+    ),
     "in a function that decides": (
         "pass",
         "if accuracy(run, model, batches) > 0.9:\n    optimizer.param_groups[0]['lr'] = 0.01",
@@ -1210,6 +1225,9 @@ NOT_PARTS = {
     "not told": ("seen += len(x)\nmeter.update(1)", "meter.update(seen)"),
     "best of passes": ("pass", "best = max(best, 1.0)\nprint(best)"),
     "of one micro-batch": ("print(x.mean(), y)", "pass"),
+    "a file of what is the same in each body": ("rate = 0.5 * 0.5", "json.dump([rate, epoch], io.StringIO())"),
+    "a file of the last batches of all ranks": ("pass", "json.dump(run.gather(loss.item()), io.StringIO())"),
+    "a file under a name of the loop": ("pass", "x = [1, 2]\njson.dump(x, io.StringIO())"),
     "made once of no micro-batch": ("if best == 0.0:\n    best = 3.5", "print(best)"),
 }
 

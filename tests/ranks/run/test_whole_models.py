@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import lockstep
 from campaign_marks import combinations
-from lockstep.errors import CheckpointError, SettingError, UsageError
+from lockstep.errors import CheckpointError, MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.saved_run import export
 from worlds import on_world
@@ -250,3 +250,29 @@ def test_what_cannot_be_whole_is_said_on_all_ranks(tmp_path):
     assert kept == done == ""
     assert "if run.step(loss): run.state_dict(...)" in within
     assert sorted(path.name for path in tmp_path.iterdir()) == ["counter.pt", "in-the-loop.pt", "kept.pt"]
+
+
+def changed_by_rank(path):
+    """What is said of a model that each rank has changed by its own numbers before it is saved."""
+    with Run() as run:
+        model = run.model(nn.Linear(4, 3))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for (x,) in run.train(run.loader((torch.ones(8, 4),), global_batch=8, micro_batch=2)):
+            run.step(model(x).square().mean())
+        with torch.no_grad():
+            model.weight.div_(1.0 + run.rank)
+        try:
+            run.save(model, path)
+        except MismatchError as error:
+            return str(error)
+        finally:
+            with torch.no_grad():
+                model.weight.mul_(1.0 + run.rank)
+    return ""
+
+
+def test_a_model_that_ranks_have_made_different_is_not_written(tmp_path):
+    ((one, other),) = on_world(2, [(changed_by_rank, str(tmp_path / "model.pt"))])
+    assert "models.0.weight on rank 1" in one
+    assert one == other
+    assert not list(tmp_path.iterdir())

@@ -220,6 +220,10 @@ class BatchSource(Protocol):
     def look(self, indices: list[int]) -> int:
         """A checksum of the samples at ``indices``. Ends an open pass."""
 
+    def rows_in_memory(self) -> list[Tensor]:
+        """See `MicroBatchLoader.rows_in_memory`."""
+        return []
+
     def is_outdated(self, *, ahead: bool) -> bool:
         """See `MicroBatchLoader.is_outdated`, for the pass that `read` has begun."""
 
@@ -250,6 +254,10 @@ class IndexedLoader(MicroBatchLoader):
     def look(self, epoch: int) -> SeenSamples | None:
         indices = self._sampler.order.few(epoch)
         return SeenSamples(indices, self._source.look(indices)) if indices else None
+
+    @override
+    def rows_in_memory(self) -> list[Tensor]:
+        return self._source.rows_in_memory()
 
     @override
     def steps(self, epoch: int) -> EpochSteps:
@@ -341,6 +349,10 @@ class TensorSource(BatchSource):
     def look(self, indices: list[int]) -> int:
         self._columns = columns = self._columns_now()
         return checksum(columns.take(columns.arranged(torch.tensor(indices))))
+
+    @override
+    def rows_in_memory(self) -> list[Tensor]:
+        return self._columns_now().spread()
 
     @override
     def is_outdated(self, *, ahead: bool) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data.indexed.sampling import Data, UserDataset
 from lockstep.errors import DataError
+
+_SMALL: Final = 1 << 26  # bytes of a tensor of which all rows are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,15 @@ class TensorColumns:
 
     def __len__(self) -> int:
         return len(self.tensors[0]) if self.rows is None else len(self.rows)
+
+    def spread(self) -> list[Tensor]:
+        """Rows of each tensor: all of a tensor of up to 64 MiB, and about a thousand of a larger one."""
+        length = len(self)
+        steps = [1 if t[:1].nbytes * length <= _SMALL else max(1, length // 1000) for t in self.tensors]
+        if self.rows is None:
+            return [t[::step] for t, step in zip(self.tensors, steps, strict=True)]
+        rows = self.rows.to(self.tensors[0].device)
+        return [t.index_select(0, rows[::step]) for t, step in zip(self.tensors, steps, strict=True)]
 
     def arranged(self, order: Tensor | range) -> Tensor | range:
         """The rows in ``order``, on the tensors' device; called once an epoch, so that a micro-batch is one gather."""

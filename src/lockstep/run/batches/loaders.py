@@ -28,6 +28,7 @@ from lockstep.errors import DataError, MismatchError, SettingError, UsageError
 from lockstep.formatting import format_ranks, plural
 from lockstep.run.batches.loader_arguments import LoaderArguments
 from lockstep.run.batches.to_device import on_device
+from lockstep.run.checks.divergence import checksums
 from lockstep.run.proofs.replay import CheckSchedule
 from lockstep.run.setup.identity import SeenContents
 from lockstep.run.setup.run_context import RunContext, cpus_of_this_rank
@@ -325,12 +326,16 @@ class Loaders:
         seen = loader.look(epoch)
         if seen is None:
             return None
-        first, *others = context.group.gather_objects(seen.checksum, "samples of a data set")
+        marks = [seen.checksum]
+        if self.name(loader) not in self._contents and context.group.size > 1:
+            marks += checksums(loader.rows_in_memory())
+        first, *others = context.group.gather_objects(marks, "samples of a data set")
         odd = [rank for rank, other in enumerate(others, 1) if other != first]
         if odd:
+            compared = ", ".join(map(str, seen.indices)) + (" and more" if len(marks) > 1 else "")
             raise MismatchError(
                 f"{format_ranks(odd)} {'holds' if len(odd) == 1 else 'hold'} other samples than rank 0 in the data set "
-                f"of {plural(loader.length or 0, 'sample')} (compared: {', '.join(map(str, seen.indices))}). Every "
+                f"of {plural(loader.length or 0, 'sample')} (compared: {compared}). Every "
                 "rank must make the same data set. What is drawn at random, such as a split into training and test, is "
                 "the same on all ranks where it is drawn after Run(...) has begun, or with a seed of its own "
                 "(random_state=0). A data set must not depend on run.rank, nor have a generator without a seed; labels "

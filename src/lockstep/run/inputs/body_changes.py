@@ -247,6 +247,11 @@ def _changed_in_body(context: Context) -> frozenset[str]:
     return frozenset(change.path.root for change in context.reads.changes if context.covers(change.line))
 
 
+def is_of_last_body(context: Context, name: str) -> bool:
+    """Whether a variable, read after a loop over micro-batches, is what the loop's last body has made of its own."""
+    return context.in_body and not context.is_between and is_of_items(context, (Path(name),))
+
+
 def is_of_turn(context: Context, reads: Iterable[Read], *, without: Collection[Read] = ()) -> bool:
     """As `is_of_items`, also in a function that is given what is computed so."""
     if context.frame is None:

@@ -28,6 +28,7 @@ from lockstep.run.inputs.body_changes import (
     is_given_to_all,
     is_of_all_ranks,
     is_of_items,
+    is_of_last_body,
     is_of_turn,
     reached_values,
 )
@@ -155,7 +156,7 @@ class InputFollower:
                     self._note_carried(f"{given.what} is computed from what {_COUNTS}")
             elif isinstance(read, ItemsOf):
                 if given.kind == "told" and gives_micro_batches(context, read.call):
-                    self.found.collected.setdefault(read.call.line, given.what)
+                    self.found.note_own(read.call.line, f"{given.what} is computed from what line {{}} collects")
             elif isinstance(read, Text):
                 waiting += read.reads
             elif isinstance(read, Lines):
@@ -201,6 +202,9 @@ class InputFollower:
             made = context.reads.set_from.get(path.root, ())
             if given.kind == "told" and (is_of_all_ranks(context, made) or is_given_to_all(context, path.root)):
                 return []
+            if given.is_kept and is_of_last_body(context, path.root):
+                words = f"{given.what} is computed from {path.root}, of the last micro-batch of the loop in line {{}}"
+                self.found.note_own(context.loop.first, words)
             attribute = path.attributes[0] if path.attributes else ""
             followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
             root = context.value_of(Path(path.root))

@@ -35,6 +35,7 @@ class Given(NamedTuple):
     what: str  #: in the script's words
     where: str  #: a line of it
     reads: tuple[Read, ...] = ()  #: what it is computed from
+    is_kept: bool = False  #: whether a file that is written after the loop holds the value
 
 
 class RankUse(NamedTuple):
@@ -59,9 +60,7 @@ class TrainingInputs:
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
-    collected: dict[int, str] = field(
-        default_factory=dict
-    )  #: by line of a comprehension over micro-batches: what is told
+    own: dict[int, str] = field(default_factory=dict)  #: what tells a reader of own micro-batches alone, by lines
     clipped: str = ""  #: where a body clips gradients that `Run.step` has used; "" for nowhere
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
@@ -112,6 +111,10 @@ class TrainingInputs:
     def values_between(self) -> dict[str, tuple[object, str]]:
         """The values themselves at the places of `held_between`, and what is computed from each."""
         return {place.text: (value, what) for place, what, value in values_at(self._lasting.values())}
+
+    def note_own(self, line: int, words: str) -> None:
+        """Note what a reader is told of own micro-batches alone, in ``words`` with a gap for the ``line``."""
+        self.own.setdefault(line, words.format(line))
 
     def may_change(self, names: Container[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""

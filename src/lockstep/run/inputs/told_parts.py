@@ -98,10 +98,7 @@ def _part(
         if not (is_met or any(is_of_all_ranks(one.context, one.reads) for one in made)):
             where = f" in line {line}" if line else ""
             return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
-    collected = (
-        f"{what} is computed from what line {line} collects" for line, what in follower.found.collected.items()
-    )
-    return next(collected, "")
+    return next(iter(follower.found.own.values()), "")
 
 
 def _set_elsewhere(context: Context) -> Iterator[tuple[int, str]]:

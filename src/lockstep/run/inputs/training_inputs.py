@@ -64,10 +64,14 @@ _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
 _WRITES: Final = {"write_text", "dump", "save", "savez", "savetxt", "save_file", "save_pretrained"}  # a file
+_WRITES_PARTS: Final = {
+    *("write", "writerow", "writerows", "dumps"),
+    *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
+}
 _TELLS: Final = {
     *_WRITES,
-    *("print", "write", "writerow", "writerows", "dumps"),
-    *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
+    *_WRITES_PARTS,
+    "print",
     *("debug", "info", "warning", "error", "critical"),
     *("log", "say", "report", "measure", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
     *("set_postfix", "set_postfix_str", "set_description"),
@@ -193,9 +197,9 @@ _WAYS: Final = {
 
 
 def _said(use: RankUse) -> str:
-    kind, what, where, _ = use.given
-    if kind == "seed" or (kind == "loader" and use.on != "run.rank"):
-        return f"{where}: {what} depends on {use.on}, and the result with it. {_SCALED}"
+    given = use.given
+    if given.kind == "seed" or (given.kind == "loader" and use.on != "run.rank"):
+        return f"{given.where}: {given.what} depends on {use.on}, and the result with it. {_SCALED}"
     return ""
 
 
@@ -236,15 +240,16 @@ def _given_in(
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     is_told = follower.is_of_reader and (method or what[:-5]) in _TELLS
     if is_told and not callees_of(context, call):  # else the script's own function tells
+        is_kept = call.method in (*_WRITES, *_WRITES_PARTS) and not context.covers(call.line)
         # A file is read later, so whether the file is written counts, too.
-        is_file = call.method in _WRITES and not context.covers(call.line)
+        is_file = is_kept and call.method in _WRITES
         if call.method.startswith("to_"):
             receiver = (path.owner,) if isinstance(path, Path) else call.function
-            yield Given("told", what, where, receiver)
+            yield Given("told", what, where, receiver, is_kept)
         for name, part in (*(("", one) for one in call.arguments), *call.keywords):
             if not is_of_rank(name):
                 taken = (*part, *conditions) if is_file else part
-                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, taken)
+                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, taken, is_kept)
     if is_run(owner):
         if method in follower.steps:
             hooks = Lines(call.line, call.line)

@@ -78,6 +78,13 @@ class EvaluationLoop:
             try:
                 yield from self._micro_batches(loader, called, may_leave_early=not waits)
             except GeneratorExit:
+                if names := self._metrics.evaluate.names:
+                    self._context.warnings.add(
+                        f"the loop over run.evaluate(...) was left before its end, so {', '.join(names)} is not in "
+                        "run.metrics: how far ranks have come is different for each number of ranks. For fewer samples "
+                        "make a loader of them: run.loader(torch.utils.data.Subset(data, range(n)), ...)",
+                        about="an evaluation that was left",
+                    )
                 self._context.leaves.leave("left the loop over run.evaluate(...)", self._position.progress.step)
                 raise
         if self._context.directory and not waits:

@@ -356,6 +356,7 @@ class TrainingLoop:
         # What ranks gather that take micro-batches in turn is not in the order of micro-batches.
         self._notes_lists = self._context.share.in_turn > 1 and says("gather")
         self._metrics.enter("train")
+        self._context.inputs.begin_pass(self._position.progress.step)
         self._end_of_step.begin_next(begins_pass=True)
         self._context.marker.set_phase("data")
 

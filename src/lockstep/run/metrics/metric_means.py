@@ -88,6 +88,11 @@ class MetricMeans:
         self._finite_only: Final = finite_only
         self._means: dict[str, _Mean] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """Of the values added on this rank, in the order in which they came."""
+        return list(self._means)
+
     def add(self, name: str, value: Number, weight: Number, count: Number) -> None:
         """Add ``value``, a mean over ``weight`` items, which counts as ``count``. Does not wait for the device."""
         self._of(name).add(value, weight, count)

@@ -27,16 +27,18 @@ from lockstep.collectives import TensorShard, gather_on_leader
 from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.run.loop.train_step import TrainStep
 from lockstep.run.setup.run_context import RunContext
+from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.strategies import ServerStrategy
 
 
 class WholeModels:
     """Gathers the models and kept modules of a run on the leader."""
 
-    def __init__(self, context: RunContext, train_step: TrainStep) -> None:
+    def __init__(self, context: RunContext, train_step: TrainStep, snapshot: RunSnapshot) -> None:
         self._context: Final = context
         self._state: Final = context.state
         self._train_step: Final = train_step
+        self._snapshot: Final = snapshot
 
     def state_dict(self, model: nn.Module) -> StateTree:
         """The whole state of ``model`` on the leader, as copies on the CPU; empty on other ranks. Collective."""
@@ -92,8 +94,10 @@ class WholeModels:
 
         Raises:
             UsageError: for a model that the run does not know, or in the middle of a step.
+            MismatchError: if the script has made the models of ranks different since the last step.
         """
         self._refuse_within_step(method)
+        self._snapshot.compare_models()
         strategy = self._context.strategy
         if any(model is known for known in self._state.models):
             return strategy.state_layout.model_state(model)
