@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they load what a command needs that starts ranks
 
 FILE: Final = "verify.json"
 #: What ways vary, beside running the script again; as `lockstep.verify.way.Varies` names it.
-_VARIED: Final = ("ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy")
+_VARIED: Final = ("ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "micro-batch", "strategy")
 
 
 def verify_options() -> Parser:

@@ -597,8 +597,8 @@ class Run:
             UsageError: if a micro-batch went by without `step`, for loaders whose steps differ, or for a second pass
                 outside of `epochs` and `steps`.
             PlanError: if there are more ranks than micro-batches in a full step.
-            MismatchError: if ranks hold different samples (each rank reads three samples as a pass begins), or draw
-                different orders.
+            MismatchError: if ranks hold different samples (each rank reads three samples as a pass begins, and once all
+                rows in memory), or draw different orders.
         """
         return self._training.train(loaders, call_site(self._context.position.passes.caller))
 

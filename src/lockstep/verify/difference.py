@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isclose
 from typing import Final
 
 from lockstep.transcript import MICRO_BATCH, SAID, STATE, STOPPED, Notes, Place, Transcript
@@ -12,6 +13,7 @@ from lockstep.transcript import MICRO_BATCH, SAID, STATE, STOPPED, Notes, Place,
 _NOTHING: Final = "", ""
 #: What a run has no notes of, if its ranks hold parts of a model, or compute several micro-batches at once.
 _MAY_LACK: Final = re.compile(r"the (gradient|output|buffer|loss|count|random numbers)|what run\.step was given")
+_ROUNDING: Final = 1e-3  # of sums in another order, over some steps
 STEPS: Final = "how many steps are trained"  #: what differs where one run trains more of them
 _STATE_NAME: Final = re.compile(r"state\.(models|optimizers|schedulers)\.(\d+)\.(.+)")
 
@@ -67,6 +69,29 @@ def first_difference(reference: Transcript, other: Transcript) -> Difference | N
         step = Place.of(STATE, last)
         return Difference(step, STEPS, str(reference.steps), str(other.steps))
     return None
+
+
+def other_losses(reference: Transcript, other: Transcript) -> str:
+    """The first step with another mean loss, but for rounding, in words; "" for none."""
+    for step in range(min(reference.steps, other.steps)):
+        loss, there = _mean_loss(reference, step), _mean_loss(other, step)
+        if loss is not None and there is not None and not isclose(loss, there, rel_tol=_ROUNDING, abs_tol=_ROUNDING):
+            return f"the loss of step {step + 1} was {loss:.5g}, and then {there:.5g}"
+    return ""
+
+
+def _mean_loss(transcript: Transcript, step: int) -> float | None:
+    """The mean of the first loss of each micro-batch, weighed by its count or its samples; None if not known."""
+    total, items = 0.0, 0.0
+    for place, notes in transcript.notes.items():
+        if place.step != step or place.kind != MICRO_BATCH:
+            continue
+        loss, count = notes.get("the loss", _NOTHING)[1], notes.get("the count of the loss", _NOTHING)[1]
+        if not loss:
+            return None
+        weight = float(count) if count not in ("", "None") else sum(name.startswith("sample ") for name in notes) or 1.0
+        total, items = total + float(loss) * weight, items + weight
+    return total / items if items else None
 
 
 def aligned(reference: Transcript, other: Transcript) -> Transcript | None:

@@ -42,7 +42,15 @@ from lockstep.launch import (
 from lockstep.launch_contract import EXIT_OK
 from lockstep.strategy_kinds import BUILT_IN, kind_of
 from lockstep.transcript import MICRO_BATCH, SECONDS, STATE, Transcript, TranscriptRequest
-from lockstep.verify.difference import STEPS, Difference, aligned, described, first_difference, other_variables
+from lockstep.verify.difference import (
+    STEPS,
+    Difference,
+    aligned,
+    described,
+    first_difference,
+    other_losses,
+    other_variables,
+)
 from lockstep.verify.plain_script import LOADED, SAVED
 from lockstep.verify.reason import Evidence, Reason, reason_of
 from lockstep.verify.result import StandsInTheWay, VerifyResult, WayResult
@@ -65,6 +73,12 @@ _LEAST_STEPS: Final = 6  # two passes, and a step behind a kill
 _PASS_STEPS: Final = 4
 _OF_STEPS: Final = 0.06  # of the time, for the steps of the first run
 _KEPT: Final = 0.3  # of the time, for second passes
+
+_MICRO_BATCHES: Final = (
+    "What is trained depends on which samples share a micro-batch: by a normalisation over a batch, a loss over pairs, "
+    "a mean over something else than samples, a hook on gradients or a buffer that a forward pass fills; or by random "
+    "numbers, which each micro-batch draws for itself, as for dropout"
+)
 
 T = TypeVar("T")
 Say = Callable[[str], None]
@@ -192,10 +206,11 @@ class _Verification:
 
     def _other_ways(self, reference: WrittenRun) -> Iterator[WayResult]:
         micro_batches = int(reference.transcript.about.get("micro_batches", ("1", "1"))[0])
+        micro_batch = int(reference.transcript.about.get("micro_batch", ("1", "1"))[0])
         whole = int(reference.transcript.about.get("steps_per_epoch", ("0", ""))[0])
         pass_steps = self._request.pass_steps or whole or _PASS_STEPS
-        plan = RunPlan(micro_batches, self._request.steps, pass_steps)
-        runs = len(worlds_and_surroundings(plan)) + 5 + len(self._plan.strategies)
+        plan = RunPlan(micro_batches, micro_batch, self._request.steps, pass_steps)
+        runs = len(worlds_and_surroundings(plan)) + 6 + len(self._plan.strategies)
         self._request = replace(self._request, steps=self._steps_that_fit(reference, runs))
         plan = replace(plan, steps=self._request.steps)
         reference = replace(reference, transcript=_cut(reference.transcript, plan.steps))
@@ -290,8 +305,11 @@ class _Verification:
                 text = "it begins with other weights than it had after any step"
                 return WayResult(str(way), "differs", run.transcript.steps, place="after the kill", what=text)
             run = replace(run, transcript=moved)
-        found = self._judged(reference, run)
         result = WayResult(str(way), "equal", run.transcript.steps, round(run.took_s, 1))
+        if way.varies == "micro-batch" and run.end.code == EXIT_OK:
+            text = other_losses(reference.transcript, run.transcript)
+            return replace(result, status="note", reason=f"{text}. {_MICRO_BATCHES}") if text else result
+        found = self._judged(reference, run)
         if found is None:
             return result
         if isinstance(found, str):
@@ -317,7 +335,7 @@ class _Verification:
 
     def _failed(self, result: WayResult, way: Way, run: WrittenRun, cause: str) -> WayResult:
         failure = run.failure
-        if way.varies == "evaluation" or way.shifted == (DIRECTORY,):
+        if way.varies in ("evaluation", "micro-batch") or way.shifted == (DIRECTORY,):
             return replace(result, status="note", reason=f"it does not run so: {cause}")
         if failure is None:
             return replace(result, status="differs", place="at its end", what=cause, reason="the run failed")

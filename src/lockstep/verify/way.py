@@ -6,6 +6,7 @@
     elsewhere     another clock, host, directory, time zone, hash seed and order of listings, all at once
     resumed       killed after k steps on some ranks, and gone on with on others
     evaluations   without them
+    micro-batch   of half as many samples, which may change last digits and no more
     strategies    those that are asked for
 
 Where a way varies several things at once and differs, `parts` says which ways vary one of them each.
@@ -20,7 +21,9 @@ from typing import Final, Literal
 from lockstep.formatting import plural
 from lockstep.verify.surroundings import CLOCK, DIRECTORY, HOST, LISTING
 
-Varies = Literal["again", "ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "strategy"]
+Varies = Literal[
+    "again", "ranks", "workers", "surroundings", "resume", "checkpoint", "evaluation", "micro-batch", "strategy"
+]
 
 HASHES, ZONE = "hash seed", "time zone"
 _ELSEWHERE: Final = (CLOCK, HOST, LISTING, DIRECTORY, HASHES, ZONE)
@@ -49,6 +52,7 @@ class Way:
     killed_after: int | None = None  #: steps, on `ranks`; it goes on on `resumed_on`
     resumed_on: int = 1
     evaluates: bool = True
+    micro_batch: int | None = None  #: samples; None: the script's own
 
     def __str__(self) -> str:
         match self.varies:
@@ -63,6 +67,8 @@ class Way:
                 return f"{killed}, kill -9, the rest on {plural(self.resumed_on, 'rank')}"
             case "evaluation":
                 return "without evaluations"
+            case "micro-batch":
+                return f"micro-batches of {plural(self.micro_batch or 0, 'sample')}"
             case "strategy":
                 return f"{self.strategy} on {plural(self.ranks, 'rank')}"
             case "ranks" if not self.workers:
@@ -78,6 +84,7 @@ class Way:
     def settings(self, settings: Mapping[str, str]) -> dict[str, str]:
         """Those of the run, over the ``settings`` that the user has given."""
         own = {} if self.strategy is None else {"strategy": self.strategy}
+        own |= {} if self.micro_batch is None else {"micro_batch": str(self.micro_batch)}
         return {"replay": "false", "workers": str(self.workers), **settings, **own}
 
     @property
@@ -95,6 +102,7 @@ class RunPlan:
     """What is known of a script once it has run as it is."""
 
     micro_batches: int
+    micro_batch: int  #: samples
     steps: int  #: in which runs are compared
     pass_steps: int  #: after which a pass ends
 
@@ -126,7 +134,7 @@ def worlds_and_surroundings(plan: RunPlan) -> list[Way]:
 
 
 def resumes_and_strategies(plan: RunPlan, strategies: Sequence[str], *, worlds_differ: bool) -> list[Way]:
-    """Ways through a kill, without evaluations, and by the ``strategies`` that are asked for. A pure function.
+    """Ways through a kill, without evaluations, with smaller micro-batches, and by ``strategies``. A pure function.
 
     Where worlds differ, what is resumed stays on one rank, so that it shows what is lost by a resume alone.
     """
@@ -141,4 +149,6 @@ def resumes_and_strategies(plan: RunPlan, strategies: Sequence[str], *, worlds_d
     if at_end is not None:
         ways.append(Way("resume", ranks=1, killed_after=at_end, resumed_on=few))
     ways.append(Way("evaluation", evaluates=False))
+    if plan.micro_batch > 1:
+        ways.append(Way("micro-batch", micro_batch=plan.micro_batch // 2))
     return [*ways, *(Way("strategy", ranks=few, strategy=name) for name in strategies)]

@@ -39,6 +39,54 @@ def test_a_right_script_is_the_same_on_other_ranks(tmp_path):
     assert all(way.steps >= 6 for way in result.ways)
 
 
+SMALLER = """\
+import torch
+from torch import nn
+from torch.nn import functional as F
+import lockstep
+
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+y = torch.arange(48) % 3
+with lockstep.Run(seed=0) as run:
+    model = run.model(nn.Linear(6, 3))
+    run.optimizer(torch.optim.SGD(model.parameters(), lr=0.3))
+    {hook}
+    for _ in run.epochs(3):
+        for a, b in run.train(run.loader((x, y), global_batch=16, micro_batch=4)):
+            run.step({loss})
+"""
+#: What a loss and a hook are, and the first step whose loss shows that samples share a micro-batch.
+SHARING = {
+    "mean": ("F.cross_entropy(model(a), b)", "pass", ""),
+    "counted": (
+        "F.cross_entropy(model(a), b, ignore_index=1, reduction='sum'), count=(b != 1).sum(), loss_is='sum'",
+        "pass",
+        "",
+    ),
+    "weighted": (
+        "F.cross_entropy(model(a), b, weight=torch.tensor([1.0, 2.0, 9.0]))",
+        "pass",
+        "the loss of step 1 was",
+    ),
+    "hooked": (
+        "F.cross_entropy(model(a), b)",
+        "model.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))",
+        "the loss of step 2 was",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", combinations(SHARING, campaign=lambda name: name in ("mean", "weighted")))
+def test_what_depends_on_the_samples_of_a_micro_batch_is_a_note(tmp_path, name):
+    loss, hook, says = SHARING[name]
+    (tmp_path / "train.py").write_text(SMALLER.format(loss=loss, hook=hook))
+    result = lockstep.testing.verify(tmp_path / "train.py", only=("micro-batch",), time_s=20)
+    (smaller,) = (way for way in result.ways if way.way == "micro-batches of 2 samples")
+    assert result.is_equal
+    assert smaller.status == ("note" if says else "equal")
+    assert says in smaller.reason
+
+
 @pytest.mark.parametrize("name", combinations(FAULTS, campaign=lambda name: name not in IN_SUITE))
 def test_a_planted_fault_is_found_with_its_line(tmp_path, name):
     fault = FAULTS[name]

@@ -16,9 +16,9 @@ from lockstep.verify.surroundings import reads_in
 from lockstep.verify.way import RunPlan, Way, resumes_and_strategies, worlds_and_surroundings
 
 
-@given(st.integers(1, 40), st.integers(6, 24), st.booleans())
-def test_ways_fit_the_script(micro_batches, steps, worlds_differ):
-    plan = RunPlan(micro_batches, steps, 4)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(6, 24), st.booleans())
+def test_ways_fit_the_script(micro_batches, micro_batch, steps, worlds_differ):
+    plan = RunPlan(micro_batches, micro_batch, steps, 4)
     worlds = worlds_and_surroundings(plan)
     others = resumes_and_strategies(plan, ("zero",), worlds_differ=worlds_differ)
     for way in (*worlds, *others):
@@ -28,6 +28,8 @@ def test_ways_fit_the_script(micro_batches, steps, worlds_differ):
     assert {way.workers for way in worlds} == {0, 1, 2}
     if micro_batches > 2:
         assert any(micro_batches % way.ranks for way in worlds) or micro_batches % 12 == 0
+    smaller = [way.micro_batch for way in others if way.varies == "micro-batch"]
+    assert smaller == ([micro_batch // 2] if micro_batch > 1 else [])
     killed = [way.killed_after for way in others if way.varies == "resume"]
     assert len({step % 4 == 0 for step in killed}) == 2  # within a pass, and at its end
     assert len({str(way) for way in (*worlds, *others)}) == len(worlds) + len(others)

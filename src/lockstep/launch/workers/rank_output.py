@@ -160,7 +160,7 @@ class RankOutput:
         if pair is not None and not is_said:
             self._screen.say(
                 f"rank 0 printed {pair[0]!r}, and rank {comparison.rank} {pair[1]!r}: {OWN_MICRO_BATCHES}, and another "
-                "number of ranks would print something else. Bring the parts of all ranks together by run.sum(...) "
+                "number of ranks may print something else. Bring the parts of all ranks together by run.sum(...) "
                 "after the loop, or give run.measure(...) the values in the loop; the word `local` in a line says that "
                 "its numbers are one rank's own"
             )

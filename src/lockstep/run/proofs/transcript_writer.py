@@ -138,6 +138,7 @@ class TranscriptWriter:
         plan, length = self._context.plan.plan, self._context.position.length
         values = {
             "micro_batches": plan.micro_batches if plan else 1,
+            "micro_batch": plan.micro_batch if plan else 1,
             "global_batch": plan.global_batch if plan else 1,
             "steps_per_epoch": length.steps_per_epoch or 0,
             "gpu": int(self._context.device.type == "cuda"),
