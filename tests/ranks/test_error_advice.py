@@ -19,6 +19,7 @@ import lockstep.run  # the advice on models is for scripts that use it
 from lockstep.error_advice import add_advice, advice_for
 from lockstep.launch.diagnosis.error_record import Failure
 from lockstep.testing import run_ranks
+from lockstep.torch_private import shut_down
 
 TERMINAL = "lockstep run --attach RANK"
 
@@ -190,3 +191,24 @@ def test_who_waits_in_a_collective_of_its_own_is_told_that_bodies_are_not_run_eq
     said, nothing = run_ranks(alone_in_a_collective, 2)
     assert "ranks do not run the loop's body equally often" in said
     assert not nothing
+
+
+class OfFewLabels(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"cat": 0, "dog": 1}["bird"]  # as a data set does
+
+
+def test_an_error_in_a_loader_process_is_told_with_its_own_line():
+    batches = iter(torch.utils.data.DataLoader(OfFewLabels(), num_workers=1))
+    with pytest.raises(KeyError) as caught:
+        next(batches)
+    shut_down(batches)
+    failed = Failure.of(caught.value, rank=0, host="a", now_s=0.0, log_bytes=0)
+    assert failed.kind == "KeyError"
+    assert failed.message == "'bird' (in loader process 0)"
+    assert failed.file == __file__
+    assert failed.source == 'return {"cat": 0, "dog": 1}["bird"]  # as a data set does'
+    assert "Original Traceback" in failed.traceback

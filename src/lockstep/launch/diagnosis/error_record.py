@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Self
 
 from lockstep.errors import AuditError, LockstepError
-from lockstep.heartbeat import own_lines, user_frame
+from lockstep.heartbeat import is_users, own_lines, user_frame
 from lockstep.launch_contract import EXIT_NOT_SAVED, EXIT_OK, EXIT_STOPPED
 from lockstep.peer_failure import is_peer_failure
 from lockstep.records import from_known, object_from, read_object
@@ -28,6 +28,11 @@ _MOST_SIGNS = 4000
 _WORKER_LOST = re.compile(
     r"DataLoader worker .*(is killed by signal: Killed|exited unexpectedly)|loader process was killed", re.DOTALL
 )
+#: An error that torch has brought from a loader process, with the traceback that the error had there as its text.
+_IN_LOADER = re.compile(
+    r"Caught \S+ in DataLoader worker process (\d+)\.\nOriginal Traceback \(most recent call last\):\n(.*)", re.DOTALL
+)
+_PLACE = re.compile(r'^  File "(.+)", line (\d+), in .*\n(?:    .*\n)*', re.MULTILINE)
 _ABORTED_BY_WATCHDOG = re.compile(
     r"watchdog thread terminated with exception|watchdog caught collective operation timeout|"
     r"terminate called .*(DistBackendError|gloo::)",
@@ -79,6 +84,12 @@ class Failure:
             message = "\n".join(filter(None, [own, f"after {_kind(caught)}: {_message(caught)}"]))
             if own_lines([frame.f_code.co_filename for frame, _ in traceback.walk_tb(caught.__traceback__)]):
                 file, line = user_frame(caught)
+        if in_loader := _IN_LOADER.match(message):
+            process, there = in_loader.groups()
+            places = list(_PLACE.finditer(there))
+            file, line = next(((p[1], int(p[2])) for p in reversed(places) if is_users(p[1])), (file, line))
+            said = there[places[-1].end() :].strip() if places else there
+            message = f"{said.removeprefix(f'{_kind(error)}: ')} (in loader process {process})"
         return cls(
             rank=rank,
             host=host,
