@@ -164,8 +164,11 @@ def _sum(elements: int, divisor: float | None) -> LossTerm:
 
 def _term_of_loss(node: Any, divisor: float | None, shapes: Container[torch.Size]) -> LossTerm | None:
     """The term if ``node`` is one of torch's losses, and its input is no parameter."""
-    reduction, inputs = saved_by(node, "reduction"), saved_by(node, "self")
-    if reduction not in (_MEAN, _SUM) or not isinstance(inputs, torch.Tensor) or inputs.shape in shapes:
+    reduction = saved_by(node, "reduction")
+    if reduction not in (_MEAN, _SUM):  # before anything else is unpacked, perhaps from the host's memory
+        return None
+    inputs = saved_by(node, "self")
+    if not isinstance(inputs, torch.Tensor) or inputs.shape in shapes:
         return None
     if reduction == _SUM:
         return _sum(inputs.numel(), divisor)
