@@ -124,7 +124,7 @@ class SharedInputs:
         if self._inputs is not None and not self.calls.is_new:
             return
         frames = script_frames(sys._getframe())
-        if not self.calls.is_new and self._take_up(frames, step):
+        if not self.calls.is_new and self._take_up(frames):
             return
         if self.calls.is_new or len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
             self._read_at = step
@@ -132,27 +132,31 @@ class SharedInputs:
             self.calls.seen()
             self._note_first(self._inputs)
             self._say_clipped(self._inputs)
-        self._begin(frames, step)
+        self._begin(frames)
 
     def begin_pass(self, step: int) -> None:
         """Watch the inputs of a pass after ``step`` steps if the loop was read before, for ranks; takes some 0.1 ms."""
         if self._several and self._known and self._inputs is None:
-            self._take_up(script_frames(sys._getframe()), step)
+            last = dict(self._newest)
+            if self._take_up(script_frames(sys._getframe())):
+                # What was set between two loops has changed since the last step, too.
+                self._newest.update((name, last[name]) for name in last.keys() & self._newest.keys())
+                self.step_is_over(step)
 
-    def _take_up(self, frames: list[FrameType], step: int) -> bool:
+    def _take_up(self, frames: list[FrameType]) -> bool:
         """Take what was read of the loop in ``frames`` before; whether there is any."""
         known = self._known.get(tuple(frame.f_code for frame in frames))
         if known is not None:
             self._inputs = known.rebound(lambda owner: frames[owner.number] if type(owner) is _Function else owner)
-            self._begin(frames, step)
+            self._begin(frames)
         return known is not None
 
-    def _begin(self, frames: list[FrameType], step: int) -> None:
+    def _begin(self, frames: list[FrameType]) -> None:
         self._frames = frames
         if self._inputs is not None:
             self._began = {**self._inputs.held_of_bodies(), **self._began}
             if self._several:
-                self._watch(self._inputs, step)
+                self._watch(self._inputs)
 
     def body_begins(self, frame: FrameType) -> None:
         """Look at what the script holds before a body, unless that is done for the loop around ``frame``."""
@@ -266,10 +270,10 @@ class SharedInputs:
         for name, (mark, _) in (*inputs.held_between().items(), *inputs.held_when_needed().items()):
             self._first.setdefault(name, mark)
 
-    def _watch(self, inputs: TrainingInputs, step: int) -> None:
+    def _watch(self, inputs: TrainingInputs) -> None:
         found = [each for each in values_at(inputs.may_change(ChangedNames())) if type(each[2]) in PLAIN]
         self._watched = [(place, what) for place, what, _ in found]
-        self.step_is_over(step)  # what was set between two loops has changed since the last step, too
+        self._newest.update((place.text, value) for place, _, value in found)  # bodies may have changed these
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         if not self._several:
