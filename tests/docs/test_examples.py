@@ -27,6 +27,7 @@ def epochs_of(talk):
     return re.findall(r"epoch \d+, loss .*", talk)
 
 
+@pytest.mark.campaign
 @pytest.mark.long
 def test_digits_reach_their_accuracy_and_ranks_do_not_matter(tmp_path):
     alone, together = run(tmp_path, 1, "digits.py"), run(tmp_path, 2, "digits.py")

@@ -158,6 +158,7 @@ def expected(tmp_path_factory):
     return (here / "final-0").read_text()
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("cluster", [{"ipv6": True}], indirect=True)
 def test_two_hosts_train_the_bits_of_one_over_a_slow_link_with_addresses_of_ipv6_only(cluster, expected):
     cluster.machines["n2"].slow("20mbit")

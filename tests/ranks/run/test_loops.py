@@ -316,6 +316,7 @@ def drawn():
         return passes, draws
 
 
+@pytest.mark.campaign
 def test_deep_in_a_turn_a_resume_finds_its_pass_and_its_evaluation(whole, tmp_path):
     calls = []
     for shape, end in DEEP_LEGS:

@@ -188,9 +188,13 @@ def test_sums_of_bits_depend_on_no_division_and_on_every_bit():
     ("how", "differs"),
     [
         ("teacher", "the loss of micro-batch 0 was "),
-        ("temperature", "the loss of micro-batch 0 was "),
+        pytest.param("temperature", "the loss of micro-batch 0 was ", marks=pytest.mark.campaign),
         ("queue", "the loss of micro-batch 0 was "),
-        ("hook", "0.weight has other values after the update, with the same samples and losses"),
+        pytest.param(
+            "hook",
+            "0.weight has other values after the update, with the same samples and losses",
+            marks=pytest.mark.campaign,
+        ),
         ("order", "micro-batch 0 holds other samples"),
     ],
 )

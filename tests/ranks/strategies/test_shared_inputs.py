@@ -212,7 +212,7 @@ def trained(strategy, shapes):
             *(3, "fsdp:wrap=Reader+Linear", (in_a_row, side_by_side, recomputed, recomputed_by_pairs)),
             marks=pytest.mark.campaign,
         ),
-        (3, "fsdp:wrap=HandingOn+Linear", HANDING_ON),
+        pytest.param(3, "fsdp:wrap=HandingOn+Linear", HANDING_ON, marks=pytest.mark.campaign),
         pytest.param(4, "hsdp:shard=2", (all_hidden_states, ladder), marks=pytest.mark.campaign),
     ],
 )

@@ -198,7 +198,10 @@ LOAD = '\n    optimizer.load_state_dict(state["optimizer"])'
     [
         ("torch.manual_seed(0)", LOAD, None, ""),
         pytest.param("", LOAD, "the same again", "before the first step", marks=pytest.mark.campaign),
-        ("torch.manual_seed(0)", "", "kill -9 after its first checkpoint, and run again", "parameter 0"),
+        pytest.param(
+            *("torch.manual_seed(0)", "", "kill -9 after its first checkpoint, and run again", "parameter 0"),
+            marks=pytest.mark.campaign,
+        ),
     ],
 )
 def test_a_script_in_plain_torch(tmp_path, monkeypatch, seed, load, way, says):
