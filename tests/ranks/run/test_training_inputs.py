@@ -1183,6 +1183,11 @@ TOLD = {
         "history.append([1, x.mean().item()])\ncsv.writer(io.StringIO()).writerows(history)",
         "writerows(...) is computed from x, of the last micro-batch of the loop in line",
     ),
+    "a file under a key with braces": (
+        "pass",
+        "files = {'{x}': io.StringIO()}\nfiles['{x}'].write(str(loss.item()))\nloss = 0.0\nhistory.append(loss)",
+        "files['{x}'].write(...) is computed from loss, of the last micro-batch of the loop in line",
+    ),
     "a file of the last batch of an evaluation": (
         "pass",
         "for x, y in run.evaluate(batches):\n    out = model(x)\ntorch.save({'out': out}, io.BytesIO())",

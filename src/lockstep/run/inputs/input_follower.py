@@ -55,7 +55,7 @@ from lockstep.run.source.script_functions import (
 )
 from lockstep.run.source.script_modules import file_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_paths import Path, is_key, is_of_comprehension
+from lockstep.run.source.source_paths import Path, is_key, is_of_comprehension, name_in_script
 from lockstep.run.source.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -156,7 +156,7 @@ class InputFollower:
                     self._note_carried(f"{given.what} is computed from what {_COUNTS}")
             elif isinstance(read, ItemsOf):
                 if given.kind == "told" and gives_micro_batches(context, read.call):
-                    self.found.note_own(read.call.line, f"{given.what} is computed from what line {{}} collects")
+                    self.found.note_own(given.what, read.call.line, "what line {} collects")
             elif isinstance(read, Text):
                 waiting += read.reads
             elif isinstance(read, Lines):
@@ -203,8 +203,8 @@ class InputFollower:
             if given.kind == "told" and (is_of_all_ranks(context, made) or is_given_to_all(context, path.root)):
                 return []
             if given.is_kept and is_of_last_body(context, path.root):
-                words = f"{given.what} is computed from {path.root}, of the last micro-batch of the loop in line {{}}"
-                self.found.note_own(context.loop.first, words)
+                last = f"{name_in_script(path.root)}, of the last micro-batch of the loop in line {{}}"
+                self.found.note_own(given.what, context.loop.first, last)
             attribute = path.attributes[0] if path.attributes else ""
             followed += (one._replace(attribute=attribute) if isinstance(one, Call) else one for one in made)
             root = context.value_of(Path(path.root))

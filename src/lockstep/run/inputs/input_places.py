@@ -112,9 +112,9 @@ class TrainingInputs:
         """The values themselves at the places of `held_between`, and what is computed from each."""
         return {place.text: (value, what) for place, what, value in values_at(self._lasting.values())}
 
-    def note_own(self, line: int, words: str) -> None:
-        """Note what a reader is told of own micro-batches alone, in ``words`` with a gap for the ``line``."""
-        self.own.setdefault(line, words.format(line))
+    def note_own(self, what: str, line: int, source: str) -> None:
+        """Note that ``what`` a reader is told has a ``source`` of own micro-batches alone, with a gap for the line."""
+        self.own.setdefault(line, f"{what} is computed from {source.format(line)}")
 
     def may_change(self, names: Container[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""

@@ -125,6 +125,7 @@ class SharedInputs:
             return
         frames = script_frames(sys._getframe())
         if not self.calls.is_new and self._take_up(frames):
+            self._take_as_newest()
             return
         if self.calls.is_new or len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
             self._read_at = step
@@ -133,15 +134,12 @@ class SharedInputs:
             self._note_first(self._inputs)
             self._say_clipped(self._inputs)
         self._begin(frames)
+        self._take_as_newest()
 
     def begin_pass(self, step: int) -> None:
         """Watch the inputs of a pass after ``step`` steps if the loop was read before, for ranks; takes some 0.1 ms."""
-        if self._several and self._known and self._inputs is None:
-            last = dict(self._newest)
-            if self._take_up(script_frames(sys._getframe())):
-                # What was set between two loops has changed since the last step, too.
-                self._newest.update((name, last[name]) for name in last.keys() & self._newest.keys())
-                self.step_is_over(step)
+        if self._several and self._known and self._inputs is None and self._take_up(script_frames(sys._getframe())):
+            self.step_is_over(step)  # what was set between two loops has changed since the last step, too
 
     def _take_up(self, frames: list[FrameType]) -> bool:
         """Take what was read of the loop in ``frames`` before; whether there is any."""
@@ -273,7 +271,10 @@ class SharedInputs:
     def _watch(self, inputs: TrainingInputs) -> None:
         found = [each for each in values_at(inputs.may_change(ChangedNames())) if type(each[2]) in PLAIN]
         self._watched = [(place, what) for place, what, _ in found]
-        self._newest.update((place.text, value) for place, _, value in found)  # bodies may have changed these
+
+    def _take_as_newest(self) -> None:
+        """Take the watched values as they are, in the middle of a step: bodies may have changed some of them."""
+        self._newest.update((place.text, value) for place, _, value in values_at(self._watched))
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         if not self._several:
