@@ -1,5 +1,6 @@
-"""The manifest for Kubernetes: its fields are those of Kubernetes, and its command trains on two nodes."""
+"""The manifests for Kubernetes: their fields are those of Kubernetes, and their command trains on two nodes."""
 
+import copy
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ yaml = pytest.importorskip("yaml")
 SERVICE, JOB = yaml.safe_load_all((HOUSE / "examples/kubernetes/train.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 COMMAND = POD["containers"][0]["command"]
+JOBSET = yaml.safe_load((HOUSE / "examples/kubernetes/jobset.yaml").read_text())
 
 
 @pytest.mark.parametrize("document", [SERVICE, JOB], ids=lambda document: document["kind"])
@@ -20,6 +22,25 @@ def test_the_fields_are_those_of_kubernetes(document):
     kubernetes_validate.validate(document, "1.31", strict=True)
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(document | {"spec": document["spec"] | {"nodes": 2}}, "1.31", strict=True)
+
+
+def test_the_fields_of_the_jobset_are_those_of_jobset():
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    read = models.JobsetV1alpha2JobSet.from_dict
+    assert read(JOBSET).to_dict() == JOBSET, "a field that JobSet does not know is left out"
+    assert read(JOBSET | {"nodes": 2}).to_dict() == JOBSET
+
+
+def test_the_jobset_starts_the_pods_of_the_job_under_its_own_names():
+    (nodes,) = JOBSET["spec"]["replicatedJobs"]
+    expected = copy.deepcopy(JOB["spec"])
+    del expected["template"]["spec"]["subdomain"]
+    command = expected["template"]["spec"]["containers"][0]["command"]
+    name = JOBSET["metadata"]["name"]
+    command[command.index("--rdzv-endpoint=train-0.train:29400")] = (
+        f"--rdzv-endpoint={name}-{nodes['name']}-0-0.{name}:29400"
+    )
+    assert nodes["template"]["spec"] == expected
 
 
 def test_names_and_numbers_agree():

@@ -54,6 +54,27 @@ def test_the_dashboard_asks_for_metrics_that_there_are():
             assert set(re.findall(r"{{(\w+)}}", target["legendFormat"])) <= labels
 
 
+def test_grafana_reads_the_whole_dashboard():
+    encoder = pytest.importorskip("grafana_foundation_sdk.cog.encoder")
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    written = json.loads(DASHBOARD.read_text())
+
+    def left(value, read):
+        """What of ``value`` is in ``read``: Grafana adds its defaults, and leaves out what it does not know."""
+        if isinstance(value, dict):
+            return {key: left(value[key], read[key]) for key in value if key in read}
+        return [left(*pair) for pair in zip(value, read, strict=True)] if isinstance(value, list) else read
+
+    def as_read(dashboard):
+        return left(dashboard, json.loads(encoder.JSONEncoder().encode(Dashboard.from_json(dashboard))))
+
+    assert as_read(written) == written
+    assert as_read(written | {"panes": []}) == written
+
+
 def test_a_text_file_is_one_that_others_parse(tmp_path):
     from prometheus_client.parser import text_string_to_metric_families
 
