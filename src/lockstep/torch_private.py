@@ -94,9 +94,9 @@ def without_torch_function(*, of_modes: bool = False) -> AbstractContextManager[
     return torch._C.DisableTorchFunction() if of_modes else torch._C.DisableTorchFunctionSubclass()
 
 
-def has_gradient_hooks(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` has hooks on its gradient, which a strategy that divides parameters would lose."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def gradient_hooks(parameter: torch.Tensor) -> tuple[dict[int, Callable[..., Any]], dict[int, Callable[..., Any]]]:
+    """The hooks of the gradient of ``parameter``, and those called once ``.grad`` holds it; torch reads these dicts."""
+    return parameter._backward_hooks or {}, parameter._post_accumulate_grad_hooks or {}
 
 
 def in_backward() -> bool:

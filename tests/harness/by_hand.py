@@ -82,6 +82,7 @@ class Training:
     shuffle: bool = True
     drop_last: bool = False
     clip_norm: float | None = None
+    hook: Callable[[Tensor], Tensor | None] | None = None  #: of each parameter's gradient
     clamp: float | None = None  #: of each number of the gradient, between the two halves of a step
     precision: str = "fp32"
     #: What the script changes once so many steps are made; may be called more than once for the same number.
@@ -320,6 +321,9 @@ def _update(
     training: Training, optimizers: list[torch.optim.Optimizer], gradients: dict[nn.Parameter, Tensor]
 ) -> float:
     """The norm of the gradient before it is clipped."""
+    if training.hook is not None:
+        changed = {p: training.hook(g) for p, g in gradients.items()}
+        gradients = {p: g if changed[p] is None else changed[p] for p, g in gradients.items()}
     if training.clamp is not None:
         gradients = {p: g.clamp(-training.clamp, training.clamp) for p, g in gradients.items()}
     norm = math.sqrt(sum(float(numbers_of(g).abs().double().square().sum()) for g in gradients.values()))

@@ -45,6 +45,8 @@ def train(training: Training, manner: Manner = Manner()) -> Trained:
         check_every=manner.check_every,
     ) as run:
         own = training.models()
+        for parameter in (p for model in own for p in model.parameters() if training.hook is not None):
+            parameter.register_hook(training.hook)
         models = [run.model(model, find_unused_parameters=training.find_unused) for model in own]
         optimizers = [run.optimizer(optimizer) for optimizer in training.optimizers(own)]
         sizes = {"global_batch": training.global_batch, "micro_batch": training.micro_batch}

@@ -291,7 +291,7 @@ class Net(nn.Module):
         elif recipe.hook == "backward":
             self.middle.register_full_backward_hook(lambda _module, given, _outputs: tuple(0.5 * g for g in given))
         elif recipe.hook == "parameter":
-            self.middle.bias.register_hook(lambda gradient: 0.5 * gradient)
+            self.middle.bias.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
         if recipe.body.endswith("channels_last"):
             self.to(memory_format=torch.channels_last)
 

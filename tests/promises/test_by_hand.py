@@ -304,6 +304,8 @@ CASES = {
     "measures": plain(learn=measuring),
     "evaluated": plain(held_out=lambda: vectors(19), predict=predict),
     "clamped": plain(clamp=0.01),
+    "clamped by a hook": plain(hook=lambda gradient: gradient.clamp(-0.01, 0.01), clip_norm=0.05),
+    "a hook with items": plain(data=weighted, learn=by_items, hook=lambda gradient: gradient / gradient.norm()),
     "unfreezes": plain(models=body_frozen, optimizers=all_parameters, arrange=unfreezes),
     "freezes": plain(optimizers=all_parameters, arrange=freezes),
     "grows": plain(models=body_frozen, arrange=grows),

@@ -156,12 +156,19 @@ def try_without_torch_function():
 
 
 @row
-def try_has_gradient_hooks():
-    for add in ("register_hook", "register_post_accumulate_grad_hook"):
-        parameter = nn.Parameter(torch.zeros(1))
-        assert not torch_private.has_gradient_hooks(parameter)
-        getattr(parameter, add)(lambda gradient: None)
-        assert torch_private.has_gradient_hooks(parameter)
+def try_gradient_hooks():
+    for place, add in enumerate(("register_hook", "register_post_accumulate_grad_hook")):
+        parameter, calls = nn.Parameter(torch.zeros(1)), []
+        assert torch_private.gradient_hooks(parameter) == ({}, {})
+        getattr(parameter, add)(calls.append)
+        hooks = torch_private.gradient_hooks(parameter)[place]
+        taken = dict(hooks)
+        hooks.clear()
+        parameter.sum().backward()
+        assert not calls
+        hooks.update(taken)
+        parameter.sum().backward()
+        assert len(calls) == 1
 
 
 @row

@@ -280,10 +280,11 @@ def when_counts_are_added_up():
     try:
         with Run(on_nan="ignore", replay=False) as run:
             model = run.model(nn.Linear(3, 1))
-            model.weight.register_hook(lambda gradient: events.append("gradient"))
             run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             for batch in run.train(run.loader(torch.ones(16, 3), global_batch=8, micro_batch=2)):
-                run.step(model(batch).mean(), count=run.rank + 1)
+                out = model(batch)
+                out.register_hook(lambda gradient: events.append("gradient"))
+                run.step(out.mean(), count=run.rank + 1)
     finally:
         Group.begin_sum = begin
     return events

@@ -69,8 +69,8 @@ SHARING = {
         "the loss of step 1 was",
     ),
     "hooked": (
-        "F.cross_entropy(model(a), b)",
-        "model.weight.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))",
+        "F.cross_entropy(limited(model(a)), b)",
+        "limited = lambda out: out.register_hook(lambda gradient: gradient / gradient.norm()) and out",
         "the loss of step 2 was",
     ),
 }

@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
+from lockstep.run.loop.gradient_hooks import GradientHooks
 from lockstep.run.metrics.metric_means import MetricMeans
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.registered import State
@@ -81,8 +82,9 @@ class HeldMicroBatch:
 class ClosureSteps:
     """Holds the micro-batches of a step, and steps an optimizer with a closure over these micro-batches."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, hooks: GradientHooks) -> None:
         self._context: Final = context
+        self._hooks: Final = hooks
         self._held: list[HeldMicroBatch] = []
 
     def random_state(self) -> list[torch.Tensor]:
@@ -132,13 +134,14 @@ class ClosureSteps:
             self._set_random_state(one.random_state)
             with precision.forward():
                 loss = one.task()
-            with precision.backward(), self._context.kernels.backward():
+            with self._hooks.off(target.parameters), precision.backward(), self._context.kernels.backward():
                 strategy.backward(precision.scale(loss), one.weight, target, one.position)
             losses.append((loss.detach(), one))
             if not one.position.last:
                 strategy.end_micro_batch(one.position)
         if total is not None:
             strategy.normalize_by_count(target, held[-1].position.step_samples, total())
+        self._hooks.call(target.parameters)
         clip_norm = self._context.settings.clip_norm
         if clip_norm is not None:
             norm = strategy.state_layout.norm(target.parameters)

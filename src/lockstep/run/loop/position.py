@@ -71,7 +71,7 @@ class RunPosition:
         """Whether the metric just measured has its best value so far, which is then noted."""
         return self.best.note(self.metrics, self.measured_at, self.progress.step)
 
-    def seed_script(self, where: Literal["gradients", "update", "body", "outside"] = "outside") -> None:
+    def seed_script(self, where: Literal["hooks", "gradients", "update", "body", "outside"] = "outside") -> None:
         """Seed the random generators so that the script draws the same numbers on all ranks from now on."""
         seed_generators(seed_of(self._seed, where, self.progress.step, self.evaluations))
 

@@ -4,6 +4,7 @@ micro-batch 0 .. n-1   backward                    gradients are folded along th
                        buffers                     once every optimizer had its loss, or the body is over
 micro-batch n          backward, reduction         .grad holds the sum over all ranks' micro-batches
                        [division by the counts]
+                       [hooks of the script]       see `gradient_hooks`
                        [buffers]                   under ddp, fsdp, hsdp; of all before the first optimizer steps:
                        unscale, [agree], clip      fp16: by the loss scale; an overflow on one rank counts on all
                        before_optimizer_step       the strategy drops gradients whose optimizer state is on another rank
@@ -34,6 +35,7 @@ from lockstep.run.checks.loss_items import LossItems
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.checks.update_checks import UpdateChecks
 from lockstep.run.loop.closures import ClosureSteps, HeldMicroBatch
+from lockstep.run.loop.gradient_hooks import GradientHooks
 from lockstep.run.loop.parameter_sets import Optimizers, ParameterSets
 from lockstep.run.loop.step_losses import StepLosses
 from lockstep.run.metrics.metric_means import as_it_is
@@ -126,7 +128,8 @@ class TrainStep:
         self._step = 0
         self.current: CurrentMicroBatch | None = None
         self._thread: int | None = None  # the thread in which micro-batches are handed out
-        self._closures: Final = ClosureSteps(context)
+        self._hooks: Final = GradientHooks(context)
+        self._closures: Final = ClosureSteps(context, self._hooks)
 
     def begin(self, position: MicroBatchPosition, step: int) -> CurrentMicroBatch:
         """Begin the micro-batch at ``position``, about to be handed to the user, after ``step`` steps."""
@@ -208,6 +211,7 @@ class TrainStep:
                 weight = self._weight(share, scaled) if weighs else None
                 compute = self._strategy.replay if replayed else self._strategy.backward
                 with (
+                    self._hooks.off(target.parameters),
                     _AS_USUAL if self.replays.play is None else self.replays.watching(scaled),
                     self._locating(target, position.index, position.of) if self._locates else _AS_USUAL,
                 ):
@@ -220,6 +224,7 @@ class TrainStep:
                 self._losses.items[position.index] = items
                 weight = self._weight(share, self._widest) if weighs else None
                 with (
+                    self._hooks.off(target.parameters),
                     self._kernels.backward(),
                     self._locating(target, None, position.of) if self._locates else _AS_USUAL,
                 ):
@@ -228,6 +233,8 @@ class TrainStep:
         if position.last:
             self._losses.items.clear()
             self._losses.divide_by_counts(target, position.step_samples)
+            if not replayed:
+                self._hooks.call(target.parameters)
         if len(self._state.optimizers) > 1:
             self._marker.set_phase("forward")  # of the next loss
 

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.errors import UsageError
 from lockstep.strategies.not_whole.divided_parameters import refuse_gradient_hook
 from lockstep.strategies.parts.gradient_accumulation import parameters_of, steps_across_elements
-from lockstep.torch_private import has_gradient_hooks, pytree
+from lockstep.torch_private import gradient_hooks, pytree
 
 SECOND_ORDER: Final = (
     "the loss depends on gradients that were computed before, as with torch.autograd.grad(..., create_graph=True) for "
@@ -121,7 +121,7 @@ def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> N
         UsageError: for one that has.
     """
     for name, parameter in model.named_parameters():
-        if parameter not in ignored and has_gradient_hooks(parameter):
+        if parameter not in ignored and any(gradient_hooks(parameter)):
             refuse_gradient_hook(f"the parameter {name}")
 
 
