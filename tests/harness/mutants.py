@@ -41,6 +41,7 @@ STEPS = "tests/ranks/run/test_steps.py"
 DIVERGENCE = "tests/ranks/run/test_divergence.py"
 IDENTITY = "tests/ranks/run/test_identity.py"
 LOSS_ITEMS = "tests/ranks/run/test_loss_items.py"
+BUFFER_MOVES = "tests/ranks/run/test_buffer_moves.py"
 GRADIENT_HOOKS = "tests/ranks/run/test_gradient_hooks.py"
 FINITE = "tests/ranks/run/test_nonfinite.py"
 REGISTRATION = "tests/ranks/run/test_registration.py"
@@ -658,6 +659,9 @@ MUTANTS = [
     mutant("run/loop/gradient_hooks.py", "hooks.update(own)", "pass", GRADIENT_HOOKS),
     mutant("run/loop/gradient_hooks.py", 'self._position.seed_script("hooks")', "pass", GRADIENT_HOOKS),
     mutant("run/loop/closures.py", "self._hooks.call(target.parameters)", "pass", GRADIENT_HOOKS),
+    mutant("run/checks/buffer_moves.py", "if len(rows) == samples else", "if rows else", BUFFER_MOVES),
+    mutant("run/checks/buffer_moves.py", "kept.any() and torch", "torch", BUFFER_MOVES),
+    mutant("run/checks/buffer_moves.py", "float(now) - float(was) == samples", "True", BUFFER_MOVES),
     mutant("run/checks/loss_items.py", "if samples == step_samples or", "if", LOSS_ITEMS),
     mutant(
         "run/loop/training_loop.py",

@@ -30,6 +30,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
+from lockstep.run.checks.buffer_moves import BufferMoves
 from lockstep.run.checks.loop_checks import LoopChecks
 from lockstep.run.checks.loss_items import LossItems
 from lockstep.run.checks.nonfinite import NonFiniteChecks
@@ -114,6 +115,7 @@ class TrainStep:
         self.checks: Final = LoopChecks(state)
         self.updates: Final = UpdateChecks(context)
         self._loss_items: Final = LossItems(state, context.warnings)
+        self._buffer_moves: Final = BufferMoves(state, context.warnings)
         self._marker: Final = context.marker
         self._metrics: Final = context.metrics
         self._position: Final = context.position
@@ -141,6 +143,7 @@ class TrainStep:
         self.say_put_back(self._kernels.pin_threads())
         self._strategy.begin_micro_batch(current.position)
         self.checks.begin_body(compare=position.is_checked)
+        self._buffer_moves.begin(position, step)
         self.replays.begin(position)
         if self.transcript is not None and not position.is_replay:
             self.transcript.hand_out(position, self.replays.play)
@@ -337,6 +340,7 @@ class TrainStep:
         """All losses of the micro-batch are there; after the last one of a step, so is the step."""
         current.turn = Turn.UPDATE
         self.checks.body_steps()
+        self._buffer_moves.end(current.position)
         if self._computes_loss is None:  # else forward passes are still to come
             self.replays.note_buffers()
         if current.position.audited and (played := self.replays.take(current.position, self._step)) is not None:
