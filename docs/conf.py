@@ -62,7 +62,15 @@ def _no_types(app: object, what: str, name: str, documented: object, options: ob
         lines[:0] = ["..", ""]
 
 
+def _leave_out_of_search(app: object, env: object) -> None:
+    """The search finds pages for developers by their titles only: else they come before the pages for users."""
+    for page in env.metadata:
+        if page.startswith(("decisions/", "notebook")) or page in ("house", "releasing", "decisions"):
+            env.metadata[page]["nosearch"] = True
+
+
 def setup(app: object) -> None:
     """Called by Sphinx."""
+    app.connect("env-updated", _leave_out_of_search)
     app.connect("source-read", _inside)
     app.connect("autodoc-process-docstring", _no_types, priority=400)  # before napoleon, which has 500

@@ -242,7 +242,9 @@ class Settings:
     )
     emergency: bool = field(
         default=True,
-        metadata=_about("ranks that lose another one leave the last finished step in memory for the next generation"),
+        metadata=_about(
+            "on CPUs: ranks that lose another one leave the last finished step in memory for the next generation"
+        ),
     )
     mirror: bool = field(
         default=False,

@@ -17,8 +17,8 @@ BEGIN, END = "<!-- made by tests/harness/gpu_operations.py -->\n", "<!-- end -->
 #: What to write in the place of a refused operation.
 INSTEAD = {
     "AvgPool3d": "a convolution with equal weights, in steps of the kernel's size",
-    "AdaptiveAvgPool2d": "`x.mean((2, 3))` for an output of 1 x 1; else `AvgPool2d` with a fixed kernel",
-    "AdaptiveAvgPool3d": "`x.mean((2, 3, 4))` for an output of 1 x 1 x 1",
+    "AdaptiveAvgPool2d": "for an output of 1 x 1 nothing, for that is a mean; else `AvgPool2d` with a fixed kernel",
+    "AdaptiveAvgPool3d": "for an output of 1 x 1 x 1 nothing, for that is a mean",
     "AdaptiveMaxPool2d": "`x.amax((2, 3))` for an output of 1 x 1; else `MaxPool2d` with a fixed kernel",
     "FractionalMaxPool2d": "`MaxPool2d`",
     "FractionalMaxPool3d": "`MaxPool3d`",

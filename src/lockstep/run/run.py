@@ -145,8 +145,8 @@ class Run:
             and buffers must have the same bits. If not, all ranks compute this micro-batch again, and the run ends with
             `AuditError`, which names the wrong rank, host and device; ``lockstep run --max-restarts`` continues without
             that device. From the end of an audited step until the next update, bytes of the state that change without
-            being written to end the run with the same error. Costs one micro-batch and some checksums. Under ddp, zero
-            and fsdp. None: never.
+            being written to end the run with the same error. Costs one micro-batch and some checksums. Under ddp, zero,
+            fsdp and hsdp. None: never.
         verify_saves: each rank reads back from the disk what it has written of a checkpoint; a checkpoint with other
             bytes is not committed, and the run says so.
         check_every: the number of steps between comparisons of the ranks' states, in addition to the comparisons at

@@ -7,7 +7,7 @@ The latency of a link between nodes is what it adds to a sum within each of them
 
 Within a node a ring takes 2 (n - 1) steps, between nodes a tree takes 2 log2(n), as NCCL does (src/graph/tuning.cc).
 B(S) comes from a measured curve, interpolated on a log-log scale, or is one number. Ten measured sizes interpolated so
-are within 3 to 6 % on sizes between them; one bandwidth and one latency, within 8 to 16 % (docs/scale.md).
+are within 3 to 6 % on sizes between them; one bandwidth and one latency, within 8 to 16 %.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from required_bandwidth import TABLES, UTILIZATIONS, off, required_gbits
 
 CATALOGUE = open_catalogue()
 ROWS, _ = read_rows(TABLE.read_text(encoding="utf-8"))
-PAGE = (Path(__file__).parents[3] / "docs" / "scale.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+PAGE = (DOCS / "scale_measured.md").read_text(encoding="utf-8")
 
 
 def figures(found):
@@ -54,6 +55,12 @@ def test_each_row_is_predicted_without_its_own_model_and_gpu(zero_shot):
     rows, *said = on_the_page("from the fewest GPUs")
     assert rows == len(zero_shot)
     assert said[:4] == pytest.approx([100 * average, 100 * middle, 100 * tail, 100 * inside], abs=0.6)
+
+
+def test_the_page_names_each_gpu_and_link():
+    (known,) = re.findall(r"\| known \|.*?\n\n", (DOCS / "scale.md").read_text(encoding="utf-8"), re.DOTALL)
+    named = set(re.findall(r"[\w-]+", known))
+    assert {*CATALOGUE.gpus, *CATALOGUE.links} - {"cpu"} <= named
 
 
 def on_the_page(row):
