@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import linecache
+import os
 import re
 import signal
 import sys
@@ -109,6 +110,28 @@ def _ddp(error: BaseException, frames: Frames) -> str:
     return _OF_DDP.get(error.name or "", "")
 
 
+def _no_gradient(error: BaseException, frames: Frames) -> str:
+    """A script that looks at ``parameter.grad`` after the step, where there is none."""
+    own = [(file, line) for file, line in frames if is_users(file)]
+    is_of_none = isinstance(error, AttributeError) and error.obj is None and bool(own)
+    if not (is_of_none and re.search(r"\.grad\b", linecache.getline(*own[-1])) and "lockstep.run" in sys.modules):
+        return ""
+    return (
+        "run.step(loss) has used the gradients and left none: look at them where run.backward(loss) has returned True, "
+        'and then call run.update(); with Run(clip_norm=...) their norm is run.metrics["grad_norm"]'
+    )
+
+
+def _made_by_another(error: BaseException, frames: Frames) -> str:
+    own = [file for file, _ in frames if is_users(file)]
+    if not (isinstance(error, FileExistsError) and own and int(os.environ.get("WORLD_SIZE", "1")) > 1):
+        return ""
+    return (
+        "all ranks run this line, and another rank may have made it a moment before: give exist_ok=True, or write "
+        "`if run.leads:`, for what one rank does for all"
+    )
+
+
 def _grad_scaler(error: BaseException, frames: Frames) -> str:
     by_scaler = any(file.endswith(_GRAD_SCALER) for file, _ in frames)
     if not (isinstance(error, AssertionError) and by_scaler and "lockstep.run" in sys.modules):
@@ -175,5 +198,17 @@ def _collective(error: BaseException, frames: Frames) -> str:
 
 
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _ddp, _grad_scaler, _divided, _loader_process, _semaphore, _relative_import, _collective),
+    *(
+        _data,
+        _gpu,
+        _ddp,
+        _no_gradient,
+        _made_by_another,
+        _grad_scaler,
+        _divided,
+        _loader_process,
+        _semaphore,
+        _relative_import,
+        _collective,
+    ),
 )

@@ -41,6 +41,8 @@ STEPS = "tests/ranks/run/test_steps.py"
 DIVERGENCE = "tests/ranks/run/test_divergence.py"
 IDENTITY = "tests/ranks/run/test_identity.py"
 LOSS_ITEMS = "tests/ranks/run/test_loss_items.py"
+WRITTEN_FILES = "tests/ranks/run/test_written_files.py"
+SHARES = "tests/ranks/run/test_shares_of_ranks.py"
 BUFFER_MOVES = "tests/ranks/run/test_buffer_moves.py"
 GRADIENT_HOOKS = "tests/ranks/run/test_gradient_hooks.py"
 FINITE = "tests/ranks/run/test_nonfinite.py"
@@ -659,6 +661,16 @@ MUTANTS = [
     mutant("run/loop/gradient_hooks.py", "hooks.update(own)", "pass", GRADIENT_HOOKS),
     mutant("run/loop/gradient_hooks.py", 'self._position.seed_script("hooks")', "pass", GRADIENT_HOOKS),
     mutant("run/loop/closures.py", "self._hooks.call(target.parameters)", "pass", GRADIENT_HOOKS),
+    mutant("run/checks/written_files.py", "if len(some) > 1", "if some", WRITTEN_FILES),
+    mutant("run/checks/written_files.py", "if place not in told", "if place", WRITTEN_FILES),
+    mutant("run/checks/loss_items.py", "if len(children) != 1:", "if False:", LOSS_ITEMS),
+    mutant("run/loop/train_step.py", "self.current is not None and not self.current.complete", "False", SHARES),
+    mutant(
+        "run/inputs/told_parts.py",
+        "follower.is_in_body = context is contexts[0]",
+        "follower.is_in_body = True",
+        "tests/ranks/run/test_apart_for_a_while.py",
+    ),
     mutant("run/checks/buffer_moves.py", "if len(rows) == samples else", "if rows else", BUFFER_MOVES),
     mutant("run/checks/buffer_moves.py", "kept.any() and torch", "torch", BUFFER_MOVES),
     mutant("run/checks/buffer_moves.py", "float(now) - float(was) == samples", "True", BUFFER_MOVES),

@@ -63,6 +63,22 @@ def test_what_needs_a_terminal_is_told_how_to_do(deed, says, monkeypatch):
     assert advice_for(error, attached=True) == "", "it has one"
 
 
+def test_a_gradient_that_is_looked_at_after_the_step_is_told_where_it_is():
+    layer = nn.Linear(2, 1)
+    assert "where run.backward(loss) has returned True" in advice_for(
+        caught(lambda: float(layer.weight.grad.norm())), attached=True
+    )
+    assert advice_for(caught(lambda: str(layer.bias.grad_fn.name())), attached=True) == ""
+    nothing = None
+    assert advice_for(caught(lambda: float(nothing.norm())), attached=True) == ""
+
+
+def test_what_another_rank_has_made_is_told_how_to_make(tmp_path, monkeypatch):
+    assert advice_for(caught(os.makedirs, tmp_path), attached=True) == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "exist_ok=True" in advice_for(caught(os.makedirs, tmp_path), attached=True)
+
+
 @pytest.mark.parametrize(
     "error", [EOFError("Ran out of input"), ValueError("bad label"), OSError("stty"), KeyError("x")]
 )

@@ -213,8 +213,9 @@ def unreadable(path: Path, error: OSError) -> str:
 def write_torch_file(path: Path, state: Tensors) -> None:
     """Write ``state`` by `torch.save`; an older file at ``path`` is replaced once the new one is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacement(path, durable=True) as beside:
-        torch.save(state, beside)
+    # Given a name in place of a file, torch would write that of `beside` into the file.
+    with replacement(path, durable=True) as beside, beside.open("wb") as file:
+        torch.save(state, file)
 
 
 def content_of(tensor: torch.Tensor) -> memoryview:

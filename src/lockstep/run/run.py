@@ -62,7 +62,7 @@ from lockstep.run.state.whole_models import WholeModels
 from lockstep.script_end import close_at_script_end
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import Settings, changed
-from lockstep.strategies import ServerStrategy, TensorPlan
+from lockstep.strategies import TensorPlan
 from lockstep.world import World
 
 T = TypeVar("T")
@@ -229,15 +229,14 @@ class Run:
         self._evaluation: Final = EvaluationLoop(
             context, self._loaders, self._start, self._train_step, end_of_step, snapshot
         )
-        serving = context.settings.strategy if isinstance(context.strategy, ServerStrategy) else None
         self._ranks: Final = RankOperations(
             group,
             context.world,
             context.metrics,
+            self._train_step.require_all_ranks,
             context.leaves.agree,
             context.warnings.add,
             context.inputs.asked_at,
-            serving,
         )
         self._whole: Final = WholeModels(context, self._train_step, snapshot)
         self._shutdown: Final = Shutdown(

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import csv
 import io
 import json
 from itertools import product
@@ -302,3 +303,45 @@ def test_numbers_whose_order_depends_on_the_ranks_are_told_where_the_training_is
         assert said == ((strategy, how) in told), (how, strategy, said)
         if not said:
             assert factors == whole, (how, strategy)
+
+
+def recorded(how):
+    """What is said where a body, of the training or of an evaluation, writes what it has of its own micro-batch."""
+    said = io.StringIO()
+    file, rows = io.StringIO(), []
+    table = csv.writer(file)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2, shuffle=False)
+        for _ in run.epochs(2):
+            for x, y in run.train(batches):
+                loss = F.cross_entropy(model(x), y)
+                if run.step(loss):
+                    if how == "loss" and run.leads:
+                        table.writerow(["loss", loss.item(), run.progress.step])
+                    if how == "rate":
+                        table.writerow(["rate", optimizer.param_groups[0]["lr"], run.progress.step])
+                    if how == "sum":
+                        table.writerow(["loss", run.sum(loss.item())])
+                    if how == "logarithm":
+                        torch.log(x.square() + 1)
+            for x, _ in run.evaluate(batches):
+                if how == "predictions":
+                    for row in model(x).argmax(1).tolist():
+                        file.write(f"{row}\n")
+                if how == "kept" and run.counts:
+                    rows.append(model(x))
+            if how == "kept":
+                file.write(str(run.gather(rows)))
+                rows.clear()
+    return said.getvalue()
+
+
+def test_what_a_body_records_of_its_own_micro_batch_is_told_once():
+    told = {"loss": "table.writerow(...)", "predictions": "file.write(...)"}
+    kinds = (*told, "rate", "sum", "logarithm", "kept")
+    for world in (1, 2):
+        for kind, (first, *_) in zip(kinds, on_world(world, [(recorded, kind) for kind in kinds]), strict=True):
+            says = f"{told.get(kind)} is computed from a micro-batch of this rank in line"
+            assert first.count("of this rank in line") == first.count(says) == (kind in told), first

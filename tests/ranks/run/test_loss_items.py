@@ -68,6 +68,11 @@ TOLD = {
     ),
 }
 
+#: As for gradient accumulation by hand, with six micro-batches in a step.
+DIVIDED = {
+    "divided": lambda out, y: F.cross_entropy(out, y) / 6,
+    "share": lambda out, y: out.square().mean() * (1 / 6),
+}
 #: Means over samples, with terms that are none of their business.
 MEANS = {
     "mean": F.cross_entropy,
@@ -81,6 +86,8 @@ MEANS = {
     "of each class": lambda out, y: F.cross_entropy(out, y) + out.mean(0).sum() * 0.1,
     "terms": lambda out, y: torch.stack([F.cross_entropy(out, y), out.square().mean()]).sum() / 4,
     "mean of terms": lambda out, y: torch.stack([F.cross_entropy(out, y), out.square().mean()]).mean(),
+    "weight of a mean": lambda out, y: F.cross_entropy(out, y) / 4,
+    "weight of terms": lambda out, y: (F.cross_entropy(out, y) + out.square().mean()) / 6,
     "each sample's": lambda out, y: torch.stack([one.mean() for one in out]).mean(),
 }
 
@@ -92,7 +99,8 @@ def make_net():
 
 def trained(name, advised=False, micro_batch=2, penalty=False):
     """The weights after four steps of 12 samples, and the lines that this rank has told about the loss."""
-    loss, options = (MEANS[name], None) if name in MEANS else TOLD[name][:2]
+    means = MEANS | DIVIDED
+    loss, options = (means[name], None) if name in means else TOLD[name][:2]
     net = make_net()
     with contextlib.redirect_stderr(io.StringIO()) as said, Run() as run:
         model = run.model(net)
@@ -154,3 +162,9 @@ def test_a_step_of_one_micro_batch_is_that_of_plain_torch():
     for name, ((weights, lines),) in zip(TOLD, on_world(1, [(trained, name, False, 12) for name in TOLD]), strict=True):
         assert not lines, name
         assert_as_by_hand(name, weights)
+
+
+def test_a_mean_that_is_divided_by_the_micro_batches_is_told():
+    for world, name in ((1, "divided"), (2, "share")):
+        ((_, (line,)), *_) = on_world(world, [(trained, name)])[0]
+        assert "the loss is divided by 6, the micro-batches of a step" in line

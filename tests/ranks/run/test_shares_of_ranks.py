@@ -287,3 +287,39 @@ def test_each_loss_has_a_name_of_its_own(tmp_path):
             for (x,) in run.train(run.loader((X,), **SIZES)):
                 run.step(first(x).mean() * 0 + second(x).mean() * 0 + 5, optimizer=optimizers)
         assert run.metrics["loss"] == 5.0
+
+
+def together(where, name):
+    """A call of ``run.NAME``, in whose place of the script all ranks are together, or not."""
+    with Run(replay=False) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(torch.ones(12, 2), global_batch=6, micro_batch=2)
+
+        def call(here):
+            if here == where:
+                getattr(run, name)(*() if name == "barrier" else (1.0,))
+
+        call("before")
+        for batch in run.train(batches):
+            call("body")
+            if run.step(model(batch).mean()):
+                call("step")
+                for _ in run.evaluate(batches):
+                    call("evaluation in a body")
+                call("after it")
+        for _ in run.evaluate(batches):
+            call("evaluation")
+        call("after")
+    return "went on"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_meet_where_all_of_them_come_equally_often(world):
+    names = ("sum", "mean", "gather", "broadcast", "barrier")
+    good, bad = ("before", "step", "after it", "after"), ("body", "evaluation in a body", "evaluation")
+    calls = [(together, where, names[(number + world) % len(names)]) for number, where in enumerate((*good, *bad))]
+    for (_, where, name), found in zip(calls, on_world(world, calls), strict=True):
+        place = "the middle of a step" if where == "body" else "the body of run.evaluate(...)"
+        for said in found:
+            assert said == "went on" if where in good else f"run.{name}(...) in {place}" in said, (where, said)

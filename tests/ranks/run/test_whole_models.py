@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import lockstep
 from campaign_marks import combinations
+from lockstep.checkpoint.tensors import write_torch_file
 from lockstep.errors import CheckpointError, MismatchError, SettingError, UsageError
 from lockstep.run import Run
 from lockstep.saved_run import export
@@ -276,3 +277,10 @@ def test_a_model_that_ranks_have_made_different_is_not_written(tmp_path):
     assert "models.0.weight on rank 1" in one
     assert one == other
     assert not list(tmp_path.iterdir())
+
+
+def test_a_torch_file_has_the_same_bytes_each_time(tmp_path):
+    for name in ("one.pt", "other.pt"):
+        write_torch_file(tmp_path / name, {"weight": torch.arange(3.0)})
+    assert (tmp_path / "one.pt").read_bytes() == (tmp_path / "other.pt").read_bytes()
+    assert torch.load(tmp_path / "one.pt")["weight"].tolist() == [0.0, 1.0, 2.0]

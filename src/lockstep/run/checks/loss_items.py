@@ -69,6 +69,13 @@ class LossItems:
             return
         shapes = {parameter.shape for model in self._state.models for parameter in model.parameters()}
         terms = list(terms_of(loss, samples, shapes))
+        if _is_divided_by(loss, position.of):
+            self._warnings.add(
+                f"the loss is divided by {position.of}, the micro-batches of a step, as for gradient accumulation by "
+                "hand: run.step(loss) takes the mean over them by itself, so the gradient is that many times too "
+                "small. Leave the division out",
+                about="a loss that is divided by the micro-batches of a step",
+            )
         if samples > 1 and any(term.items is None for term in terms):
             self._tell_sum(samples, step_samples, is_mixed=any(term.items is not None for term in terms))
         elif any(term.is_quotient and term.items == step_samples for term in terms):
@@ -120,7 +127,7 @@ def terms_of(loss: torch.Tensor, samples: int, shapes: Container[torch.Size]) ->
         if not waiting:
             return
         node, divisor = waiting.pop()
-        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        kind = _kind_of(node)
         children = [child for child, _ in node.next_functions if child is not None]
         if kind in _TRANSPARENT:
             divisor = _divided(divisor, node, kind, samples)
@@ -141,6 +148,24 @@ def terms_of(loss: torch.Tensor, samples: int, shapes: Container[torch.Size]) ->
                 yield _sum(sizes.numel(), divisor)
                 continue
         waiting += [(child, divisor) for child in reversed(children)]
+
+
+def _is_divided_by(loss: torch.Tensor, number: int) -> bool:
+    """Whether ``loss`` is a mean, and no sum of several, that is divided by ``number``, more than 1, besides."""
+    node: Any = loss.grad_fn
+    divisor: float | None = None
+    while _kind_of(node) in ("Div", "Mul"):
+        children = [child for child, _ in node.next_functions if child is not None]
+        if len(children) != 1:
+            return False
+        divisor = _divided(divisor, node, _kind_of(node), number)
+        (node,) = children
+    is_mean = _kind_of(node) == "Mean" or saved_by(node, "reduction") == _MEAN
+    return number > 1 and is_mean and divisor is not None and isclose(divisor, number, rel_tol=1e-6)
+
+
+def _kind_of(node: Any) -> str:
+    return str(node.name()).rstrip("0123456789").removesuffix("Backward")
 
 
 def _divided(divisor: float | None, node: Any, kind: str, samples: int) -> float | None:

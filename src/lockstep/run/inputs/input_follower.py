@@ -107,17 +107,16 @@ class InputFollower:
     def __init__(self, state: State, steps: Collection[str] = STEPS, *, is_of_reader: bool = False) -> None:
         self.steps: Final = steps
         self.is_of_reader: Final = is_of_reader
+        self.is_in_body = False  #: whether the function that is read has the loop over micro-batches
         self.found: Final = TrainingInputs()
         self.kept: Final = [value.value if isinstance(value, PlainValue) else value for value in state.kept.values()]
         models = [*state.models, *(value for value in self.kept if isinstance(value, nn.Module))]
         modules = [module for model in models for module in model.modules()]
         schedulers, averages = [one.scheduler for one in state.schedulers], find({"kept": self.kept}, torch.Tensor)
         lists = [optimizer.param_groups for optimizer in state.optimizers]
-        groups = [group for groups in lists for group in groups]
         tensors = [tensor for module in modules for tensor in (*module.parameters(False), *module.buffers(False))]
-        self.trained: Final = {  #: what a script changes to change the training
-            id(one) for one in (*modules, *state.optimizers, *groups, *lists, *schedulers, *tensors, *averages.values())
-        }
+        held = [*lists, *(group for groups in lists for group in groups), *schedulers, *tensors, *averages.values()]
+        self.trained: Final = {id(one) for one in (*modules, *state.optimizers, *held)}  #: by what a script trains
         self.changes: Final = BodyChanges()
         self._of_samples: Final[dict[tuple[int, str], Place]] = {}  # places that samples are computed from
         self._sources: Final = state.sample_sources

@@ -198,7 +198,8 @@ class SharedInputs:
             self._parts_said.add(part)
             self._say(
                 f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
-                "all ranks together by run.sum(...) after the loop, or give run.measure(...) the values in the loop; "
+                "all ranks together after the loop, numbers by run.sum(...) and lists by run.gather(...), or give "
+                "run.measure(...) the values in the loop; "
                 "`local` in a name says that a value is one rank's own"
             )
 

@@ -63,6 +63,7 @@ def _part(
         follower.running.update((context.code, context) for context in contexts if context.in_body)
         for context in contexts:
             follower.enter(context)
+            follower.is_in_body = context is contexts[0]
             met |= _given_to_meetings(follower, context)
             for given in given_by(follower, context):
                 if given.kind in kinds:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
-from lockstep.run.inputs.body_changes import in_place
+from lockstep.run.inputs.body_changes import in_place, is_of_all_ranks, is_of_turn
 from lockstep.run.inputs.input_follower import UNNAMED, InputFollower
 from lockstep.run.inputs.input_places import LENGTH, NOTED, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
@@ -63,17 +63,34 @@ _HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
-_WRITES: Final = {"write_text", "dump", "save", "savez", "savetxt", "save_file", "save_pretrained"}  # a file
+_WRITES: Final = {
+    *(
+        "write_text",
+        "dump",
+        "safe_dump",
+        "save",
+        "savez",
+        "savetxt",
+        "tofile",
+        "save_file",
+        "save_pretrained",
+    ),  # a file
+}
 _WRITES_PARTS: Final = {
     *("write", "writerow", "writerows", "dumps"),
     *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
 }
-_TELLS: Final = {
+#: What is told of each micro-batch or step, and read later.
+_RECORDS: Final = {
     *_WRITES,
     *_WRITES_PARTS,
+    *("log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
+}
+_TELLS: Final = {
+    *_RECORDS,
     "print",
     *("debug", "info", "warning", "error", "critical"),
-    *("log", "say", "report", "measure", "log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
+    *("log", "say", "report", "measure"),
     *("set_postfix", "set_postfix_str", "set_description"),
 }
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
@@ -243,11 +260,16 @@ def _given_in(
         is_kept = call.method in (*_WRITES, *_WRITES_PARTS) and not context.covers(call.line)
         # A file is read later, so whether the file is written counts, too.
         is_file = is_kept and call.method in _WRITES
-        if call.method.startswith("to_"):
+        if call.method.startswith("to_") or call.method == "tofile":
             receiver = (path.owner,) if isinstance(path, Path) else call.function
             yield Given("told", what, where, receiver, is_kept)
+        is_record = follower.is_in_body and (
+            call.method in _RECORDS or (call.method == "log" and (is_run(owner) or what.startswith("wandb.")))
+        )
         for name, part in (*(("", one) for one in call.arguments), *call.keywords):
             if not is_of_rank(name):
+                if is_record and is_of_turn(context, tuple(flat(part))) and not is_of_all_ranks(context, part):
+                    follower.found.note_own(what, call.line, "a micro-batch of this rank in line {}")
                 taken = (*part, *conditions) if is_file else part
                 yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, taken, is_kept)
     if is_run(owner):

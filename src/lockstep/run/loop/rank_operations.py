@@ -35,10 +35,10 @@ class RankOperations:
         group: all ranks.
         world: the place of this rank.
         metrics: know the micro-batches of the step.
-        before: called before each of them.
+        require: called with the name of the operation before each of them: raises where ranks are not together.
+        agree: called after it.
         warn: tells the user something, once.
         used_for: what the training computes from a call at a place; "" for nothing, None where that is not known.
-        serving: the strategy, if some ranks serve others under it.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class RankOperations:
         group: Group,
         world: World,
         metrics: PassMetrics,
-        before: Callable[[], None],
+        require: Callable[[str], None],
+        agree: Callable[[], None],
         warn: Callable[[str], None],
         used_for: Callable[[str], str | None],
-        serving: str | None = None,
     ) -> None:
         self._group: Final = group
-        self._serving: Final = serving
-        self._agree: Final = before
+        self._require: Final = require
+        self._agree: Final = agree
         self._warn: Final = warn
         self._used_for: Final = used_for
         self._told: Final[set[str]] = set()  # calls of which the user was told, and broadcasts that were looked at
@@ -141,17 +141,7 @@ class RankOperations:
             yield
 
     def _before(self, name: str) -> None:
-        """Prepare a collective; called before each.
-
-        Raises:
-            UsageError: if server ranks cannot take part, as these run no body of a loop.
-        """
-        if self._serving is not None and self._metrics.position is not None:
-            raise UsageError(
-                f"run.{name}(...) in a loop over micro-batches: under strategy {self._serving} there are ranks that "
-                "serve the others, and go through no body of such a loop. Call it before or after the loop, or use "
-                "another strategy, such as ddp or zero"
-            )
+        self._require(name)
         self._agree()
 
     def _tell_other_numbers(self, by_rank: Sequence[tuple[int, str] | None], what: str, used_for: str | None) -> None:

@@ -278,6 +278,32 @@ class TrainStep:
         number = as_it_is(items) if isinstance(items, torch.Tensor) else items
         self._metrics.add_loss(self.parameter_sets.name_of_loss(target), index, self._position.loss, number)
 
+    def require_all_ranks(self, method: str) -> None:
+        """Check that every rank comes to a call of ``run.method`` at this place of the script, and as often.
+
+        Raises:
+            UsageError: in a body of a loop over micro-batches, of which ranks have different numbers, unless the step
+                is done there; and anywhere in such a loop if some ranks serve the others.
+        """
+        position, inside = self._metrics.position, self._metrics.inside
+        if position is None:
+            return
+        if isinstance(self._strategy, ServerStrategy):
+            raise UsageError(
+                f"run.{method}(...) in a loop over micro-batches: under this strategy there are ranks that serve the "
+                "others, and go through no body of such a loop. Call it before or after the loop, or use another "
+                "strategy, such as ddp or zero"
+            )
+        if inside == "evaluate" or (self.current is not None and not self.current.complete):
+            where = "the body of run.evaluate(...)" if inside == "evaluate" else "the middle of a step"
+            instead = (
+                "" if inside == "evaluate" else f"where the step is done, `if run.step(loss): run.{method}(...)`, or "
+            )
+            raise UsageError(
+                f"run.{method}(...) in {where}: ranks have different micro-batches there, and different numbers of "
+                f"them. Add up or collect what this rank finds, and call it once for all, {instead}after the loop"
+            )
+
     def serve(self, current: CurrentMicroBatch) -> bool:
         """Serve a whole step of the other ranks; whether these made a step, see `ServerStrategy.serve`."""
         optimizers = self.parameter_sets.named(tuple(self._state.optimizers) or None)

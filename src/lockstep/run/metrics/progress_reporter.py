@@ -19,6 +19,7 @@ from lockstep.memory_use import MemoryUse, host_memory
 from lockstep.progress import Progress
 from lockstep.report import SilentView, State, Status, StatusFile, Throughput, choose_view
 from lockstep.run.batches.pinned_copy import PinnedCopy
+from lockstep.run.checks.written_files import WrittenFiles, written_by_several
 from lockstep.run.metrics.metric_means import Number
 from lockstep.run.stopping.stop_requests import JobDeadline
 from lockstep.world import World
@@ -168,6 +169,7 @@ class RankWarnings:
 
     def __init__(self, group: Group, say: Callable[[str], None], protect: Callable[[], None]) -> None:
         self._group: Final = group
+        self._files: Final = WrittenFiles() if group.size > 1 else None
         self._say: Final = say
         self._protect_newest: Final = protect
         self._waiting: list[tuple[str, str, bool]] = []  # of this rank, for the leader to print
@@ -190,8 +192,10 @@ class RankWarnings:
         """Print the other ranks' warnings on the leader, each text once. Collective."""
         waiting, self._waiting = self._waiting, []
         by_text: dict[tuple[str, str, bool], list[int]] = {}
-        for rank, found in enumerate(self._group.gather_objects(waiting, "warnings")):
-            for each in found:
+        files = {} if self._files is None else self._files.take()
+        found = self._group.gather_objects((waiting, files), "warnings")
+        for rank, (texts, _) in enumerate(found):
+            for each in texts:
                 by_text.setdefault(each, []).append(rank)
         for (text, about, spoils), ranks in by_text.items():
             if spoils:
@@ -200,6 +204,15 @@ class RankWarnings:
                 continue
             self._found.add(about)
             self._say(text if spoils else f"{format_ranks(ranks)}: {text}")
+        if self._group.leads and self._files is not None:
+            several = written_by_several([written for _, written in found], self._files.told)
+            if several:
+                self._say(several)
+
+    def close(self) -> None:
+        """Nothing more is found."""
+        if self._files is not None:
+            self._files.close()
 
     def _add(self, text: str, about: str, *, spoils: bool) -> None:
         if (about or text) in self._found:

@@ -118,6 +118,7 @@ class Shutdown:
             if waits and context.profiler is not None:
                 context.profiler.close(failed=error is not None)
             context.kernels.release()
+            context.warnings.close()
             context.reporter.close()
             context.emergency.close()
             context.checkpointer.release()

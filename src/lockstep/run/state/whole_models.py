@@ -28,7 +28,6 @@ from lockstep.errors import CheckpointError, SettingError, UsageError
 from lockstep.run.loop.train_step import TrainStep
 from lockstep.run.setup.run_context import RunContext
 from lockstep.run.state.snapshot import RunSnapshot
-from lockstep.strategies import ServerStrategy
 
 
 class WholeModels:
@@ -96,7 +95,7 @@ class WholeModels:
             UsageError: for a model that the run does not know, or in the middle of a step.
             MismatchError: if the script has made the models of ranks different since the last step.
         """
-        self._refuse_within_step(method)
+        self._train_step.require_all_ranks(method)
         self._snapshot.compare_models()
         strategy = self._context.strategy
         if any(model is known for known in self._state.models):
@@ -115,21 +114,6 @@ class WholeModels:
                 "strategy ddp or zero"
             )
         return state
-
-    def _refuse_within_step(self, method: str) -> None:
-        current = self._train_step.current
-        if current is None:
-            return
-        if isinstance(self._context.strategy, ServerStrategy):
-            raise UsageError(
-                f"run.{method}(...) in the loop of run.train(...): under this strategy some ranks serve and never run "
-                "its body; call it after the loop, where all ranks do"
-            )
-        if not current.complete:
-            raise UsageError(
-                f"run.{method}(...) in the middle of a step, where ranks are at different micro-batches: write "
-                f"`if run.step(loss): run.{method}(...)`, or call it after the loop of run.train(...)"
-            )
 
 
 @dataclass(frozen=True, slots=True)
