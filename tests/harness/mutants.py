@@ -345,14 +345,6 @@ MUTANTS = [
     ),
     mutant(
         "strategies/parts/buffers.py",
-        "        if discards_step:\n            self._fold = self._counts = None\n",
-        "",
-        STRATEGIES,
-        LOOP,
-        BUFFERS,
-    ),
-    mutant(
-        "strategies/parts/buffers.py",
         "        with torch.no_grad():\n            self._accumulate(position)\n        self._restore_base()",
         "        with torch.no_grad():\n            self._accumulate(position)",
         STRATEGIES,

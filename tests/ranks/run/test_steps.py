@@ -292,3 +292,13 @@ def relabelled(workers, how):
 def test_a_data_set_that_changes_between_two_parts_of_an_epoch_is_read_again(how):
     worlds = ((1, 0), (1, 2), (2, 1))
     assert len({learned for ranks, workers in worlds for learned in run_ranks(relabelled, ranks, workers, how)}) == 1
+
+
+def test_in_half_precision_the_rest_of_a_body_computes_with_the_weights_that_the_step_has_left():
+    with Run(precision="bf16", replay=False) as run:
+        model = run.model(nn.Linear(2, 1, bias=False))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        for batch in run.train(run.loader(torch.ones(6, 2), global_batch=2, micro_batch=1)):
+            before = model(batch).item()
+            if run.step(model(batch).mean()):
+                assert model(batch).item() == pytest.approx(before - 2, abs=0.05)
