@@ -321,7 +321,6 @@ MUTANTS = [
         "if False:",
         "tests/ranks/strategies/test_zero.py",
     ),
-    mutant("strategies/replicated/zero.py", "self._share_out(target.parameters)", "pass", LEARNS),
     mutant(
         "strategies/parts/grad_norm.py",
         "gradient = torch.view_as_real(gradient.resolve_conj())",
