@@ -345,3 +345,32 @@ def test_what_a_body_records_of_its_own_micro_batch_is_told_once():
         for kind, (first, *_) in zip(kinds, on_world(world, [(recorded, kind) for kind in kinds]), strict=True):
             says = f"{told.get(kind)} is computed from a micro-batch of this rank in line"
             assert first.count("of this rank in line") == first.count(says) == (kind in told), first
+
+
+def last_loss(run, model, loader):
+    for x, y in run.train(loader):
+        loss = F.cross_entropy(model(x), y)
+        run.step(loss)
+    return loss.item()
+
+
+def history_of(what):
+    """What is said of a file with what a function that has the loop gives back: of its last micro-batch, or of all."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), Run(seed=0) as run:
+        model = run.model(nn.Linear(4, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader((X, Y), global_batch=8, micro_batch=2)
+        history = {"loss": []}
+        for _ in run.epochs(2):
+            last = last_loss(run, model, batches)
+            history["loss"].append(last if what == "last" else run.metrics["loss"])
+        json.dump(history, io.StringIO())
+    return said.getvalue()
+
+
+def test_a_file_of_what_a_function_gives_of_its_last_micro_batch_is_told():
+    for world in (1, 2):
+        last, mean = on_world(world, [(history_of, what) for what in ("last", "mean")])
+        assert last[0].count("json.dump(...) is computed from loss, of the last micro-batch of the loop in line") == 1
+        assert "json.dump" not in mean[0]

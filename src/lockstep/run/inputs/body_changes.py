@@ -103,7 +103,7 @@ class BodyChanges:
                 continue
             place = context.place_of(change.path)
             if not context.covers(change.line) or asks_step(context, change.conditions):
-                if place is not None and _within_pass(context, change.line):
+                if place is not None and within_pass(context, change.line):
                     self._elsewhere.add(place.slot)
                 continue
             from_itself = _is_made_of(context, change.value, change.path, change.conditions)
@@ -129,7 +129,7 @@ class BodyChanges:
                     self._note_at_step(context, place, use)
                 if is_bodys:
                     self._add(context, path, use, from_itself=from_itself, anew=not from_itself)
-                elif place is not None and _within_pass(context, use.line):
+                elif place is not None and within_pass(context, use.line):
                     self._elsewhere.add(place.slot)
 
     def _note_at_step(self, context: Context, place: Place, at: Change | Use) -> bool:
@@ -209,7 +209,7 @@ class BodyChanges:
         return next((one.line for one in seen if one.from_itself and (always or one.sometimes)), 0)
 
 
-def _within_pass(context: Context, line: int) -> bool:
+def within_pass(context: Context, line: int) -> bool:
     """Whether a line may run within a pass. True for a function that is not running: the caller is not known."""
     return context.frame is None or context.covers(line)
 

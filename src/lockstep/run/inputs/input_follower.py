@@ -366,12 +366,13 @@ class InputFollower:
         """Note the places from which functions that a body calls compute the places found so far."""
         waiting = list(self.found.places)
         while waiting:
-            place, what = self.found.places[waiting.pop()]
+            place, what = self.found.places[key := waiting.pop()]
             known = set(self.found.places)
             for made in self.changes.reads_at(place):
                 of_later = what == _SAMPLE and not made.in_pass
                 kind: Literal["told", "step"] = "told" if self.is_of_reader else "step"
-                self._take_outward(made.context, Given(kind, _LATER_SAMPLE if of_later else what, "", made.reads))
+                told = Given(kind, _LATER_SAMPLE if of_later else what, "", made.reads, key in self.found.kept)
+                self._take_outward(made.context, told)
             waiting += self.found.places.keys() - known
 
     def _take_outward(self, context: Context, given: Given) -> None:
@@ -526,7 +527,7 @@ class InputFollower:
         if given.kind == "told" and is_of_rank(place.text):
             return
         if given.kind in FOLLOWED and not is_known:
-            self.found.note(place, given.what)
+            self.found.note(place, given.what, is_kept=given.is_kept)
             if given.what == _SAMPLE:
                 self._of_samples[place.slot] = place
 

@@ -57,6 +57,7 @@ class TrainingInputs:
     when_needed: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: or when needed
     of_bodies: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that nothing else changes
     filled: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: that lines within a pass set or fill
+    kept: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: in files written after the loop
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
@@ -77,8 +78,10 @@ class TrainingInputs:
         others = self.anew | self.when_needed
         return {key: place for key, place in self.places.items() if key not in others}
 
-    def note(self, place: Place, what: str) -> None:
+    def note(self, place: Place, what: str, *, is_kept: bool = False) -> None:
         """Note that ``what`` is computed from ``place``; the second place with the same text gets a number."""
+        if is_kept:
+            self.kept.add(place.key)
         if place.key not in self.places and place.slot not in self._slots:
             self._slots.add(place.slot)
             self._texts[place.text] += 1

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lockstep.errors import UsageError
-from lockstep.run.inputs.body_changes import in_place, is_of_all_ranks, is_of_turn
+from lockstep.run.inputs.body_changes import in_place, is_of_all_ranks, is_of_turn, within_pass
 from lockstep.run.inputs.input_follower import UNNAMED, InputFollower
 from lockstep.run.inputs.input_places import LENGTH, NOTED, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
@@ -263,9 +263,8 @@ def _given_in(
         if call.method.startswith("to_") or call.method == "tofile":
             receiver = (path.owner,) if isinstance(path, Path) else call.function
             yield Given("told", what, where, receiver, is_kept)
-        is_record = follower.is_in_body and (
-            call.method in _RECORDS or (call.method == "log" and (is_run(owner) or what.startswith("wandb.")))
-        )
+        is_record = call.method in _RECORDS or (call.method == "log" and (is_run(owner) or what.startswith("wandb.")))
+        is_record &= follower.is_in_body and within_pass(context, call.line)
         for name, part in (*(("", one) for one in call.arguments), *call.keywords):
             if not is_of_rank(name):
                 if is_record and is_of_turn(context, tuple(flat(part))) and not is_of_all_ranks(context, part):
