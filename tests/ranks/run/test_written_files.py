@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -108,5 +109,6 @@ def test_every_mode_that_writes_counts(tmp_path, mode):
             read_only.read()
         assert [name for name, _ in files.take()] == [str(path)]
         assert files.take() == {}
+        assert pickle.loads(pickle.dumps(open)) is open
     finally:
         files.close()

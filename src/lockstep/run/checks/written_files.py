@@ -60,6 +60,7 @@ class WrittenFiles:
                 self._note(opened, sys._getframe(1))
             return opened
 
+        noting_open.__module__ = io.__name__  # where pickle finds it, as it finds Python's own
         return noting_open
 
     def _note(self, opened: Any, frame: FrameType | None) -> None:

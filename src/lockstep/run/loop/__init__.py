@@ -7,6 +7,7 @@
         for x, y in run.evaluate(..)  evaluation_loop   every sample once; buffers stay as they are
 
 `parameter_sets` says which optimizers a loss is for, and what each of them updates; `step_losses` which of them have
-had a loss, and over how many items it is a mean; `closures` computes a step several times for optimizers such as LBFGS.
-`position` is where the run is; `rank_operations` is `run.sum` and its like.
+had a loss, and over how many items it is a mean; `gradient_hooks` calls the script's hooks on gradients; `closures`
+computes a step several times for optimizers such as LBFGS. `position` is where the run is; `rank_operations` is
+`run.sum` and its like.
 """
