@@ -198,17 +198,6 @@ def _collective(error: BaseException, frames: Frames) -> str:
 
 
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(
-        _data,
-        _gpu,
-        _ddp,
-        _no_gradient,
-        _made_by_another,
-        _grad_scaler,
-        _divided,
-        _loader_process,
-        _semaphore,
-        _relative_import,
-        _collective,
-    ),
+    *(_data, _gpu, _ddp, _no_gradient, _made_by_another, _grad_scaler, _divided),
+    *(_loader_process, _semaphore, _relative_import, _collective),
 )

@@ -655,7 +655,9 @@ MUTANTS = [
     mutant("run/checks/written_files.py", "if len(some) > 1", "if some", WRITTEN_FILES),
     mutant("run/checks/written_files.py", "if place not in told", "if place", WRITTEN_FILES),
     mutant("run/checks/loss_items.py", "if len(children) != 1:", "if False:", LOSS_ITEMS),
-    mutant("run/loop/train_step.py", "self.current is not None and not self.current.complete", "False", SHARES),
+    mutant(
+        "run/loop/train_step.py", "elif self.current is not None and not self.current.complete", "elif False", SHARES
+    ),
     mutant(
         "run/inputs/told_parts.py",
         "follower.is_in_body = context is contexts[0]",

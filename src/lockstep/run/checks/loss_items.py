@@ -128,7 +128,7 @@ def terms_of(loss: torch.Tensor, samples: int, shapes: Container[torch.Size]) ->
             return
         node, divisor = waiting.pop()
         kind = _kind_of(node)
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = _children(node)
         if kind in _TRANSPARENT:
             divisor = _divided(divisor, node, kind, samples)
         elif kind not in ("Sum", "Mean"):
@@ -155,13 +155,17 @@ def _is_divided_by(loss: torch.Tensor, number: int) -> bool:
     node: Any = loss.grad_fn
     divisor: float | None = None
     while _kind_of(node) in ("Div", "Mul"):
-        children = [child for child, _ in node.next_functions if child is not None]
+        children = _children(node)
         if len(children) != 1:
             return False
         divisor = _divided(divisor, node, _kind_of(node), number)
         (node,) = children
     is_mean = _kind_of(node) == "Mean" or saved_by(node, "reduction") == _MEAN
     return number > 1 and is_mean and divisor is not None and isclose(divisor, number, rel_tol=1e-6)
+
+
+def _children(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def _kind_of(node: Any) -> str:

@@ -63,18 +63,9 @@ _HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
-_WRITES: Final = {
-    *(
-        "write_text",
-        "dump",
-        "safe_dump",
-        "save",
-        "savez",
-        "savetxt",
-        "tofile",
-        "save_file",
-        "save_pretrained",
-    ),  # a file
+_WRITES: Final = {  # a file
+    *("write_text", "dump", "safe_dump", "tofile"),
+    *("save", "savez", "savetxt", "save_file", "save_pretrained"),
 }
 _WRITES_PARTS: Final = {
     *("write", "writerow", "writerows", "dumps"),

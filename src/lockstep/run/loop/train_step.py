@@ -99,6 +99,7 @@ class TrainStep:
         group, strategy, state = context.group, context.strategy, context.state
         self._group: Final = group
         self._strategy: Final = strategy
+        self._strategy_name: Final = context.settings.strategy
         self._computes_loss: Final = strategy if isinstance(strategy, LossStrategy) else None
         self._precision: Final = context.precision
         self._kernels: Final = context.kernels
@@ -290,19 +291,21 @@ class TrainStep:
             return
         if isinstance(self._strategy, ServerStrategy):
             raise UsageError(
-                f"run.{method}(...) in a loop over micro-batches: under this strategy there are ranks that serve the "
-                "others, and go through no body of such a loop. Call it before or after the loop, or use another "
-                "strategy, such as ddp or zero"
+                f"run.{method}(...) in a loop over micro-batches: under strategy {self._strategy_name} there are ranks "
+                "that serve the others, and go through no body of such a loop. Call it before or after the loop, or "
+                "use another strategy, such as ddp or zero"
             )
-        if inside == "evaluate" or (self.current is not None and not self.current.complete):
-            where = "the body of run.evaluate(...)" if inside == "evaluate" else "the middle of a step"
-            instead = (
-                "" if inside == "evaluate" else f"where the step is done, `if run.step(loss): run.{method}(...)`, or "
-            )
-            raise UsageError(
-                f"run.{method}(...) in {where}: ranks have different micro-batches there, and different numbers of "
-                f"them. Add up or collect what this rank finds, and call it once for all, {instead}after the loop"
-            )
+        if inside == "evaluate":
+            where, once = "the body of run.evaluate(...)", "after the loop"
+        elif self.current is not None and not self.current.complete:
+            where = "the middle of a step"
+            once = f"where the step is done, `if run.step(loss): run.{method}(...)`, or after the loop"
+        else:
+            return
+        raise UsageError(
+            f"run.{method}(...) in {where}: ranks have different micro-batches there, and different numbers of them. "
+            f"Add up or collect what this rank finds, and call it once for all, {once}"
+        )
 
     def serve(self, current: CurrentMicroBatch) -> bool:
         """Serve a whole step of the other ranks; whether these made a step, see `ServerStrategy.serve`."""
