@@ -32,7 +32,7 @@ from lockstep.heartbeat import progress_marker
 from lockstep.launch_contract import RESUME
 from lockstep.testing import run_each, state_hash
 from waiting import wait_until
-from worlds import on_world_trying_all as on_world
+from worlds import on_world
 
 PAGE = Path(__file__).parents[2] / "docs" / "loop_shapes.md"
 WORLDS = (1, 2, 3)

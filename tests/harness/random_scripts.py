@@ -126,6 +126,11 @@ HIDDEN = ("calls", "body calls", "generator", "last output", "generator of data"
 HARMLESS = ("unused calls", "list of losses")  # trains as if nothing was there
 
 
+# torch wraps the `step` of a class when the first optimizer of the class is made, and hooks run in each wrapped `step`:
+# the hooks of `Counting` run twice where an SGD was made before. Each process that lives on is to do the same.
+torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
 class Counting(torch.optim.SGD):
     """Counts its steps in an attribute, by which it slows down."""
 

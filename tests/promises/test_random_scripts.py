@@ -13,7 +13,7 @@ import pytest
 
 from random_scripts import Broken, Recipe, Worlds, judge, random_recipe, simplest
 
-USUAL = 15
+USUAL = 8
 SCRIPTS = int(os.environ.get("LOCKSTEP_RANDOM_SCRIPTS", USUAL))
 CAMPAIGN = SCRIPTS != USUAL
 SEED = int(os.environ.get("LOCKSTEP_RANDOM_SEED", SystemRandom().getrandbits(32) if CAMPAIGN else 0))

@@ -17,7 +17,7 @@ from worlds import on_world
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
-WORLDS = (1, 2, 3, 4)
+WORLDS = (1, 2, 4)  # on three, `test_by_hand` compares with plain torch
 # 8 micro-batches of 4 in a step; the third and last step of an epoch holds 4 + 4 + 2, so that of 4 ranks one has none.
 SIZES = {"global_batch": 32, "micro_batch": 4}
 SAMPLES = 74

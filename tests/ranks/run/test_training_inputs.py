@@ -2,6 +2,7 @@
 
 import gc
 import runpy
+import sys
 import textwrap
 import time
 import warnings
@@ -14,6 +15,8 @@ from torch.nn import functional as F
 
 from lockstep.errors import CheckpointError, MismatchError, UsageError
 from lockstep.run import Run
+from lockstep.run.inputs.training_inputs import training_inputs
+from lockstep.run.source.line_calls import LineCalls
 from worlds import on_world
 
 SCRIPT = """
@@ -1356,3 +1359,23 @@ def test_ranks_compare_what_the_training_is_computed_from():
     for told in own:
         assert told.startswith("ranks hold different values after step 4: late, which run.step(...) is computed from,")
     assert same == other == ["trained"] * 2
+
+
+def made_for(step):
+    def loss_of(outputs):
+        return outputs.square().mean() / (1 + step)
+
+    return loss_of
+
+
+def test_what_holds_a_function_that_each_body_makes_is_no_place():
+    """Ranks have seen it made in other bodies, so what it holds differs."""
+    with Run(seed=0, replay=False) as run:
+        model = run.model(nn.Linear(3, 2))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        factor = 2.0
+        for x in run.train(run.loader(torch.randn(8, 3), global_batch=4, micro_batch=2)):
+            loss_of = made_for(factor * run.progress.step)
+            run.step(loss_of(model(x)))
+            found = training_inputs(sys._getframe(), run._context.state, LineCalls())
+            assert [place.text for place, _ in found.places.values()] == ["factor"]

@@ -6,10 +6,8 @@ import builtins
 import contextlib
 import functools
 import inspect
-import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from datetime import date, datetime
 from pathlib import PurePath
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final, Literal
@@ -32,9 +30,19 @@ from lockstep.run.inputs.body_changes import (
     is_of_turn,
     reached_values,
 )
-from lockstep.run.inputs.input_places import FOLLOWED, LENGTH, NOTED, STATELESS, STEPS, Given, RankUse, TrainingInputs
+from lockstep.run.inputs.input_places import (
+    FOLLOWED,
+    LENGTH,
+    NOTED,
+    STATELESS,
+    STEPS,
+    Given,
+    RankUse,
+    TrainingInputs,
+    opaque_read,
+)
 from lockstep.run.metrics.common_numbers import is_of_rank
-from lockstep.run.source.reachable import BUILTIN_METHODS, find, mark_of
+from lockstep.run.source.reachable import BUILTIN_METHODS, find
 from lockstep.run.source.script_callees import (
     callees_of,
     is_memo,
@@ -86,13 +94,6 @@ _GIVE_NOTHING: Final = {("add",), ("update",)}
 
 _Key = tuple[CodeType, tuple[int, ...], bool]
 """A function, the objects that it is called with, and whether a body does that."""
-_CLOCKS: Final = (
-    *(time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time, time.clock_gettime),
-    *(time.time_ns, time.monotonic_ns, time.perf_counter_ns, time.process_time_ns),
-    *(vars(datetime)["now"], vars(datetime)["utcnow"], vars(date)["today"]),
-)
-#: The modules of objects that hold such things.
-_STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 
 
 class InputFollower:
@@ -254,11 +255,14 @@ class InputFollower:
         made = [change for change in context.reads.changes if change.path == path]
         if len(made) > 1 or any(change.conditions for change in made):
             followed += context.reads.set_from.get(path.text, ())  # such as a loss function that lines choose
+        if path.root in context.loop.fresh:  # such as one that a body makes, of what its maker is given
+            makers = [read for read in context.reads.set_from.get(path.text, ()) if isinstance(read, Call)]
+            followed += [read for maker in makers for read in maker.every]
         if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
                 opaque = f"what {path.text} remembers of the model as it was"
-            self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
+            self._note_carried(opaque and f"{given.what} is computed from {opaque}")
         if is_known and not is_of(value, nn.Module, type, functools.partial):
             return followed
         if is_of(owner, ModuleType) or value is getattr(builtins, path.text, None):
@@ -466,6 +470,7 @@ class InputFollower:
             reads,
             function.__globals__,
             cells=dict(zip(function.__code__.co_freevars, closure, strict=False)),
+            is_made_anew=any(isinstance(read, Path) and read.root in context.loop.fresh for read in call.function),
             arguments=arguments,
             of_items=frozenset(name for name, one in arguments.items() if is_of_turn(context, one.reads)),
             depth=context.depth + 1,
@@ -581,20 +586,3 @@ class InputFollower:
 def _is_registered(module: object, name: str) -> bool:
     """Whether a module has a parameter or a buffer of this name."""
     return is_of(module, nn.Module) and any(name in vars(module)[part] for part in ("_parameters", "_buffers"))
-
-
-def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
-    """The clock, the file or the store that a call reads, in words; "" for any other call.
-
-    Args:
-        path: of the called function.
-        function: at that path, if known.
-        owner: the object whose method is called.
-        ends_loop: whether the value decides only how long a loop goes on, for which a script may read a clock.
-    """
-    if not ends_loop and any(function is clock for clock in _CLOCKS):
-        return f"the clock, by {path.text}()"
-    if function is open:
-        return f"what {path.text}(...) reads, which no checkpoint has"
-    is_store = type(owner).__module__ in _STORES and mark_of(owner) is None
-    return f"what {path.owner.text} holds, which no checkpoint has" if is_store else ""

@@ -6,16 +6,20 @@ A place is a variable of the script, or an attribute or an item of an object, th
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 from types import FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lockstep.run.source.reachable import mark_of
 from lockstep.run.source.script_places import Held, Place, held, values_at
+from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Read
 
 _ITEM: Final = re.compile(r"(.*)\[[^\[\]]*\]")  # of a container
@@ -26,6 +30,13 @@ FOLLOWED: Final = NOTED | {"told", "seed"}  #: kinds of what is followed to the 
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
 #: Kinds of objects that are no state by themselves, or that the run has.
 STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
+_CLOCKS: Final = (
+    *(time.time, time.monotonic, time.perf_counter, time.process_time, time.thread_time, time.clock_gettime),
+    *(time.time_ns, time.monotonic_ns, time.perf_counter_ns, time.process_time_ns),
+    *(vars(datetime)["now"], vars(datetime)["utcnow"], vars(date)["today"]),
+)
+#: The modules of objects that hold such things.
+_STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 
 
 class Given(NamedTuple):
@@ -160,3 +171,20 @@ def _is_length(place: Place, tables: list[Place]) -> bool:
     """Whether the number at ``place`` is a dimension of each of the ``tables`` that are made with the number."""
     number, made = place.value(None), [table.value(None) for table in tables]
     return type(number) is int and bool(made) and all(isinstance(one, Tensor) and number in one.shape for one in made)
+
+
+def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
+    """The clock, the file or the store that a call reads, in words; "" for any other call.
+
+    Args:
+        path: of the called function.
+        function: at that path, if known.
+        owner: the object whose method is called.
+        ends_loop: whether the value decides only how long a loop goes on, for which a script may read a clock.
+    """
+    if not ends_loop and any(function is clock for clock in _CLOCKS):
+        return f"the clock, by {path.text}()"
+    if function is open:
+        return f"what {path.text}(...) reads, which no checkpoint has"
+    is_store = type(owner).__module__ in _STORES and mark_of(owner) is None
+    return f"what {path.owner.text} holds, which no checkpoint has" if is_store else ""

@@ -70,6 +70,7 @@ class Context:
     variables: dict[str, Any]  #: of its module
     frame: FrameType | None = None  #: if it is running
     cells: dict[str, CellType] = field(default_factory=dict)
+    is_made_anew: bool = False  #: whether each body makes the function, so that its cells outlive no body
     running: tuple[FrameType, ...] = ()  #: the script's functions that run, of which some have made this one
     arguments: dict[str, Argument] = field(default_factory=dict)
     of_items: frozenset[str] = frozenset()  #: parameters that get what is computed from the items of the loop's turn
@@ -157,7 +158,8 @@ class Context:
             owner = self.frame
         elif path.root in self.cells:
             if (maker := self._maker_of(path.root)) is None:
-                return Place(self.cells[path.root], "", path.attributes, path.text)
+                cell = self.cells[path.root]
+                return None if self.is_made_anew else Place(cell, "", path.attributes, path.text)
             owner = maker
         elif self.is_local(path.root):
             return None
