@@ -67,7 +67,7 @@ FORMS = {
 
 def trained(strategy, tied, form, weights):
     """The bits of the model at the beginning, and after two steps; and the random number that came next."""
-    with Run(seed=4, strategy=strategy) as run:
+    with Run(seed=4, strategy=strategy, replay=False) as run:
         model = run.model(FORMS[form](tied), weights=weights)
         then = torch.rand(1).item()
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
