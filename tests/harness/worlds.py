@@ -43,6 +43,12 @@ def on_world(size, calls, timeout_s=200, env=None, tried=TRIED):
 on_world_trying_all = functools.partial(on_world, tried=replay_series.MOST)
 
 
+def trying_few(function, *args):
+    """For `run_each`: ``function(*args)`` on a rank that tries no more bodies again than those of `on_world`."""
+    replay_series.MOST = TRIED
+    return function(*args)
+
+
 def under_own(variables, module, function):
     """On a rank: the ``function`` of ``module``, which is imported under the rank's own ``variables[rank]``."""
     os.environ.update(variables[int(os.environ["RANK"])])

@@ -102,11 +102,12 @@ def test_the_command_line_goes_back_to_it_once(tmp_path):
     script, place = tmp_path / "train.py", tmp_path / "run"
     script.write_text(SCRIPT)
 
-    def lockstep(*options):
-        command = [sys.executable, "-m", "lockstep", "run", "--nproc-per-node", "2", "--run-dir", str(place), *options]
+    def lockstep(*options, ranks=2):
+        words = ("--nproc-per-node", str(ranks), "--run-dir", str(place))
+        command = [sys.executable, "-m", "lockstep", "run", *words, *options]
         return subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100)
 
-    assert lockstep().returncode == 0
+    assert lockstep(ranks=1).returncode == 0
     assert on_disk(place / "checkpoints") == ([6, 4], {"metric": "held", "mode": "max", "value": 1.0, "step": 4})
     back = lockstep("--resume-from", "best", "--max-restarts", "1", "--fault", "kill rank 1 at step 5")
     assert back.returncode == 0, back.stderr

@@ -101,7 +101,7 @@ def by_hand(clears, epochs=3):
 
 @functools.cache
 def alone(clears="never"):
-    return trained("none", clears=clears)
+    return trained("none", clears=clears, replay=False)
 
 
 CLEARS = ("never", "between", "within")
@@ -120,7 +120,7 @@ def test_on_one_rank_it_is_what_it_is_by_hand(clears):
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.campaign), 3, 4])
 def test_on_any_world_it_follows_the_place(world):
     cases = [("ddp", {"clears": clears}) for clears in CLEARS] + [("zero", {"clears": "never"})] * (world == 3)
-    calls = [(functools.partial(trained, **more), strategy) for strategy, more in cases]
+    calls = [(functools.partial(trained, **more, replay=world == 3), strategy) for strategy, more in cases]
     for (strategy, more), ranks in zip(cases, on_world(world, calls), strict=True):
         together = {}
         for found in ranks:

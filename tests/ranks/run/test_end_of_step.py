@@ -17,13 +17,14 @@ from lockstep.run import Run
 from lockstep.testing import run_each, run_ranks, state_hash
 from metric_lines import metric_lines
 from waiting import wait_until
-from worlds import on_world
+from worlds import on_world, trying_few
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
 X = torch.sin(torch.arange(76.0)).view(38, 2)
 SIZES = {"global_batch": 8, "micro_batch": 2}  # 5 steps an epoch, the last one of 6 samples in 3 micro-batches
 STEPS = 5
+RARELY = "100 steps"  # saves what goes on to the end
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def told_by_two(leave_out):
 
 
 def averaged(strategy):
-    with Run(strategy=strategy) as run:
+    with Run(strategy=strategy, replay=strategy == "ddp") as run:
         module = net()
         model = run.model(module)
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -97,7 +98,8 @@ def averaged(strategy):
 
 def test_a_step_is_told_once_and_averages_are_the_same_on_any_world():
     averages = {}
-    for world in (1, 2, 3, 4):
+    # Three ranks have 2, 1 and 1 micro-batches of a step; four have one each, and in the short step one has none.
+    for world in (1, 2, 3, 4) if "LOCKSTEP_CAMPAIGN" in os.environ else (1, 3, 4):
         calls = [(told_by, s) for s in ("ddp", "zero", "fsdp")]
         calls += [(told_by_two, False), (told_by_two, True), (averaged, "ddp"), (averaged, "zero")]
         *told, both, left_out, ddp, zero = on_world(world, calls)
@@ -170,7 +172,7 @@ def wait_for_save(directory, step):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     directory = tmp_path_factory.mktemp("undisturbed")
-    return run_ranks(trained, 1, directory)[0], metric_lines(directory)
+    return on_world(1, [(trained, directory, None, None, 2, RARELY)])[0][0], metric_lines(directory)
 
 
 def test_the_record_of_the_undisturbed_run_is_whole(undisturbed):
@@ -183,24 +185,25 @@ def test_the_record_of_the_undisturbed_run_is_whole(undisturbed):
 
 @pytest.mark.parametrize(("step", "before", "after"), [(1, 1, 2), (5, 2, 3), (9, 3, 1)])
 def test_killed_in_the_body_after_a_step_and_resumed_nothing_is_missing(tmp_path, undisturbed, step, before, after):
-    outcomes = run_each(trained, before, tmp_path, (before - 1, step))
+    outcomes = run_each(trying_few, before, trained, tmp_path, (before - 1, step))
     assert "killed by SIGKILL" in str(outcomes[before - 1].error), outcomes
     saved = [one.step for one in list_checkpoints(tmp_path)]
     assert max(saved, default=0) == step - 1, "the step whose body was not over is not saved"
-    found = run_ranks(trained, after, tmp_path, env={"LOCKSTEP_RESUME": "1"})
+    (found,) = on_world(after, [(trained, tmp_path, None, None, 2, RARELY)], env={RESUME: "1"})
     assert found == [undisturbed[0]] * after
     assert metric_lines(tmp_path) == undisturbed[1]
 
 
 def test_a_stop_is_obeyed_at_the_end_of_the_body(tmp_path, undisturbed):
-    outcomes = run_each(trained, 1, tmp_path, None, (0, 3), 2, "9 steps")
+    outcomes = run_each(trying_few, 1, trained, tmp_path, None, (0, 3), 2, "9 steps")
     assert [o.error.code for o in outcomes] == [75], outcomes
     (saved,) = list_checkpoints(tmp_path)
     tree = load_tree(saved.path)
     assert saved.step == 3
     assert tree["kept"]["counter"] == {"n": 3}
     assert int(tree["kept"]["ema"]["n_averaged"]) == 3
-    assert run_ranks(trained, 3, tmp_path, env={"LOCKSTEP_RESUME": "1"}) == [undisturbed[0]] * 3
+    calls = [(trained, tmp_path, None, None, 2, RARELY)]
+    assert on_world(3, calls, env={RESUME: "1"}) == [[undisturbed[0]] * 3]
     assert metric_lines(tmp_path) == undisturbed[1]
 
 
@@ -247,8 +250,8 @@ def broken_off(directory, save_every):
 
 def test_left_by_break_right_after_a_step_nothing_is_lost(tmp_path):
     results = {}
-    for world in (1, 2, 4):
-        results[world] = run_ranks(broken_off, world, tmp_path / str(world), "1 step")
+    for world in (1, 4):
+        (results[world],) = on_world(world, [(broken_off, tmp_path / str(world), "1 step")])
         assert results[world] == [results[1][0]] * world
         by_step = {one.step: load_tree(one.path) for one in list_checkpoints(tmp_path / str(world))}
         assert sorted(by_step) == list(range(1, 9)), "the step that the loop was left in is saved, too"
@@ -482,16 +485,25 @@ def with_a_beginning(directory, save_every="1 step", kill=None, saved=None):
         return state_hash(module, optimizer, scheduler), run.metrics, told[-1]
 
 
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """What comes of `with_a_beginning` in one go, and its record."""
+    directory = tmp_path_factory.mktemp("begun")
+    return on_world(1, [(with_a_beginning, directory, RARELY)])[0][0], metric_lines(directory)
+
+
 @pytest.mark.parametrize(
     ("kill", "saved", "save_every", "world"), [(3, 2, "1 step", 2), (6, 5, "1 step", 1), (7, 5, "1 epoch", 3)]
 )
-def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(tmp_path, kill, saved, save_every, world):
-    (expected,) = run_ranks(with_a_beginning, 1, tmp_path / "undisturbed")
-    outcomes = run_each(with_a_beginning, world, tmp_path / "killed", save_every, kill, saved)
+def test_what_an_epoch_begins_with_counts_once_however_often_it_is_resumed(
+    tmp_path, begun, kill, saved, save_every, world
+):
+    expected, record = begun
+    outcomes = run_each(trying_few, world, with_a_beginning, tmp_path / "killed", save_every, kill, saved)
     assert "killed by SIGKILL" in str([o.error for o in outcomes]), outcomes
-    (found,) = run_ranks(with_a_beginning, 1, tmp_path / "killed", env={"LOCKSTEP_RESUME": "1"})
+    ((found,),) = on_world(1, [(with_a_beginning, tmp_path / "killed", RARELY)], env={RESUME: "1"})
     assert found == expected
-    assert metric_lines(tmp_path / "killed") == metric_lines(tmp_path / "undisturbed")
+    assert metric_lines(tmp_path / "killed") == record
 
 
 def limited_epochs(directory, die_in_evaluation=False):
@@ -540,7 +552,8 @@ def loaders_in_turn(directory, leave_after=None):
 
 @pytest.mark.parametrize(("leave_after", "before", "after"), [(2, 1, 3), (6, 4, 2)])
 def test_loaders_of_different_length_in_turn_are_resumed(tmp_path, leave_after, before, after):
-    (whole,) = run_ranks(loaders_in_turn, 1, str(tmp_path / "whole"))
+    ((whole,),) = on_world(1, [(loaders_in_turn, str(tmp_path / "whole"))])
     assert whole[0].step == 4 + 3 + 4
-    run_ranks(loaders_in_turn, before, str(tmp_path / "legs"), leave_after)
-    assert run_ranks(loaders_in_turn, after, str(tmp_path / "legs"), env={RESUME: "1"}) == [whole] * after
+    legs = str(tmp_path / "legs")
+    assert on_world(before, [(loaders_in_turn, legs, leave_after)]) == [[None] * before]
+    assert on_world(after, [(loaders_in_turn, legs)], env={RESUME: "1"}) == [[whole] * after]

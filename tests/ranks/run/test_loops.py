@@ -1,5 +1,6 @@
 """Loops of many shapes: the same on any world, and after a kill anywhere on another one."""
 
+import functools
 import os
 import signal
 
@@ -241,11 +242,12 @@ SHAPES = [
 ]
 
 
-def leg(shape, directory, end=None):
+def leg(shape, directory, end=None, *, replay=True):
     """One leg of a run, that goes on where the one before ended; None if it did not come to the end."""
     os.environ[RESUME] = "1"
     try:
-        with Run(seed=3, checkpoint=directory, save_every="1 step", keep=2) as run:
+        save_every = "1 step" if end else None  # what goes on to the end need not be found by another leg
+        with Run(seed=3, checkpoint=directory, save_every=save_every, keep=2, replay=replay) as run:
             training = Training(run, end)
             shape(training)
         return (
@@ -271,7 +273,8 @@ if "LOCKSTEP_CAMPAIGN" not in os.environ:
 def whole(tmp_path_factory):
     """What one rank makes of each shape in one go, and the record of it."""
     directories = {shape: tmp_path_factory.mktemp(shape.__name__) for shape in SHAPES}
-    results = on_world(1, [(leg, shape, directory) for shape, directory in directories.items()])
+    alone = functools.partial(leg, replay=False)
+    results = on_world(1, [(alone, shape, directory) for shape, directory in directories.items()])
     return {shape: (alone, metric_lines(directories[shape])) for shape, (alone,) in zip(SHAPES, results, strict=True)}
 
 

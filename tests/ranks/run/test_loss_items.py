@@ -102,7 +102,7 @@ def trained(name, advised=False, micro_batch=2, penalty=False):
     means = MEANS | DIVIDED
     loss, options = (means[name], None) if name in means else TOLD[name][:2]
     net = make_net()
-    with contextlib.redirect_stderr(io.StringIO()) as said, Run() as run:
+    with contextlib.redirect_stderr(io.StringIO()) as said, Run(replay=name in TOLD and not advised) as run:
         model = run.model(net)
         run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
         loader = run.loader((X, Y), global_batch=12, micro_batch=micro_batch, shuffle=False)

@@ -152,7 +152,7 @@ def test_a_pass_over_a_stream_says_why_it_has_no_length():
 
 def predict(strategy, samples, workers):
     """The data of an evaluation, put together as a user would, and the lengths on this rank."""
-    with Run(strategy=strategy) as run:
+    with Run(strategy=strategy, replay=False) as run:
         model, batches = open_run(run, X)
         held_out = run.loader(list(X[:samples]), **SIZES, shuffle=False, workers=workers, collate_fn=torch.stack)
         for _ in run.epochs(1):

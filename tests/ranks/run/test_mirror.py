@@ -362,7 +362,8 @@ TRAIN = """
                 at(done, "an update")
 
         clip = {} if shape == "closure" else {"clip_norm": 1.0}
-        with lockstep.Run(seed=3, strategy=strategy, mirror=mirror, log_every="3 steps", **clip) as run:
+        given = {"mirror": mirror, "replay": bool(kills), "log_every": "3 steps", **clip}
+        with lockstep.Run(seed=3, strategy=strategy, **given) as run:
             net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)) if shape == "closure" else Net()
             model = run.model(net)
             options = {"lr": 0.5, "max_iter": 3} if shape == "closure" else {"lr": 0.05}

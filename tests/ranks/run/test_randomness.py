@@ -29,7 +29,7 @@ def draw():
 
 def drawn(strategy):
     """What is drawn outside of train and evaluate, and where a step is done."""
-    with Run(seed=3, strategy=strategy) as run:
+    with Run(seed=3, strategy=strategy, replay=strategy == "ddp") as run:
         model = run.model(nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1)))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         batches, held_out = run.loader(X, **SIZES), run.loader(X[:18], **SIZES)

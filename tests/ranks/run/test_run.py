@@ -403,7 +403,7 @@ def weighed():
 
 def test_on_any_world(tmp_path):
     results = {}
-    for world in (1, 2, 4):
+    for world in (1, 2, 4) if "LOCKSTEP_CAMPAIGN" in os.environ else (1, 4):
         (tmp_path / str(world)).mkdir()
         results[world] = on_world(
             world,

@@ -75,7 +75,7 @@ def test_by_hand_it_is_sgd_through_one_shuffled_epoch_after_another():
 
 def evaluated(strategy, in_body):
     """What was measured in the bodies, and all that the training came to."""
-    with Run(seed=1, strategy=strategy) as run:
+    with Run(seed=1, strategy=strategy, replay=strategy == "ddp") as run:
         module = nn.Sequential(nn.Linear(2, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Dropout(0.2), nn.Linear(6, 1))
         model = run.model(module)
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

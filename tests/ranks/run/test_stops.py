@@ -53,9 +53,9 @@ def table():
     return TensorDataset(x, torch.arange(len(x)) % 3)
 
 
-def train(directory, act, *, dataset=None, epochs=EPOCHS, pause_s=0.0):
+def train(directory, act, *, dataset=None, epochs=EPOCHS, pause_s=0.0, replay=True):
     """Train, calling ``act(run, where)`` after each step and in each evaluation; the state in the end and metrics."""
-    with lockstep.Run(seed=1, checkpoint=directory) as run:
+    with lockstep.Run(seed=1, checkpoint=directory, replay=replay) as run:
         net = nn.Linear(4, 3)
         model = run.model(net)
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
@@ -101,6 +101,7 @@ def signalled(directory, number, where="train"):
         directory,
         At(1 if int(os.environ["WORLD_SIZE"]) > 1 else 0, 2, where, lambda run: os.kill(os.getpid(), number)),
         epochs=200,
+        replay=False,
     )
 
 

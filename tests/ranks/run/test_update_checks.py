@@ -116,9 +116,9 @@ def test_one_that_mixes_parameters_is_found(kind):
 # ---- by ranks ----------------------------------------------------------------------------------------------------
 
 
-def train(strategy, body=None, *, make=net, optimizer=None, hook=None, prepare=None):
+def train(strategy, body=None, *, make=net, optimizer=None, hook=None, prepare=None, replay=True):
     """A hash of the trained model, whole on rank 0, by the forward pass of the run or of the script."""
-    with Run(seed=3, strategy=strategy) as run:
+    with Run(seed=3, strategy=strategy, replay=replay) as run:
         model = run.model(make())
         optimizer = run.optimizer((optimizer or sgd)(model.parameters()))
         if hook is not None:
@@ -294,7 +294,7 @@ def test_what_servers_do_not_see_is_refused():
 
 
 def _train_one(strategy, name):
-    return train(strategy, **SAME[name][0])
+    return train(strategy, **SAME[name][0], replay=strategy == "ddp")
 
 
 def _refused_one(strategy, name):

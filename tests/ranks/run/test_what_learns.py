@@ -20,7 +20,7 @@ from worlds import on_world
 
 # 4 micro-batches in a step; the last step of an epoch holds 2 + 1 samples, so that of 3 ranks one has no micro-batch.
 SIZES = {"global_batch": 8, "micro_batch": 2}
-SAMPLES, EPOCHS = 19, 3
+SAMPLES, EPOCHS = 19, 2
 X = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(5))
 Y = X.sum(1).gt(0).long() + X[:, 0].gt(0).long()
 
@@ -143,7 +143,7 @@ def values(net):
 def trained(name, strategy):
     """The parameters after each step."""
     case, trail = CASES[name], []
-    with Run(seed=3, strategy=strategy) as run:
+    with Run(seed=3, strategy=strategy, replay=strategy == "ddp") as run:
         net = start(case)
         model = run.model(net)
         optimizer = run.optimizer(case.optimizer(held(case, net)))
@@ -195,8 +195,8 @@ def test_on_one_rank_what_learns_is_what_learns_by_hand(name):
     [
         pytest.param(2, "ddp", marks=pytest.mark.campaign),
         (3, "ddp"),
-        pytest.param(2, "zero", marks=pytest.mark.campaign),
-        (3, "zero"),
+        (2, "zero"),
+        pytest.param(3, "zero", marks=pytest.mark.campaign),
     ],
 )
 def test_on_any_world_what_learns_has_the_bits_of_one_rank(world, strategy):

@@ -80,7 +80,8 @@ def half_a_file(model, path):
 def trained(strategy, root):
     """What the run saw of the model, and what it gives out."""
     words, labels = data()
-    with Run(seed=3, strategy=strategy, checkpoint=root, rehearse=strategy == "dp", peer_timeout_s=60) as run:
+    given = {"rehearse": strategy == "dp", "replay": strategy in ("none", "ddp"), "peer_timeout_s": 60}
+    with Run(seed=3, strategy=strategy, checkpoint=root, **given) as run:
         own = Words()
         keys = list(own.state_dict())
         model = run.model(own)
