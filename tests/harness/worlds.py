@@ -12,6 +12,8 @@ import torch.distributed as dist
 from lockstep.run.proofs import replay_series
 from lockstep.testing import run_ranks
 
+# Replays take most of the time of a run of a few steps: of several worlds that train the same, one has them.
+WITHOUT_REPLAYS = {"LOCKSTEP_REPLAY": "0"}
 # A rank that parts ways with the others is told so by a deadline, for its process lives on to the next run.
 PEER_TIMEOUT_S = "30"
 # Of the bodies that a run's first step tries again: each of its micro-batches twice. All of them are most of the time

@@ -16,7 +16,7 @@ from random_scripts import Broken, Recipe, Worlds, judge, random_recipe, simples
 USUAL = 8
 SCRIPTS = int(os.environ.get("LOCKSTEP_RANDOM_SCRIPTS", USUAL))
 CAMPAIGN = SCRIPTS != USUAL
-SEED = int(os.environ.get("LOCKSTEP_RANDOM_SEED", SystemRandom().getrandbits(32) if CAMPAIGN else 0))
+SEED = int(os.environ.get("LOCKSTEP_RANDOM_SEED", SystemRandom().getrandbits(32) if CAMPAIGN else 1))
 SIMPLIFIED = 3  # scripts that broke the law in the same words; more tell nothing new
 
 

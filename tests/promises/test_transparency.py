@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from campaign_marks import combinations
 from lockstep.run import Run
 from lockstep.testing import state_hash
-from worlds import on_world
+from worlds import WITHOUT_REPLAYS, on_world
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
@@ -261,8 +261,8 @@ PARTS = [RUN[part::3] for part in range(3)]
 
 @functools.cache
 def trails(part, world):
-    """For each case of a part, the hashes of every rank; two worlds have no replays, which take half of the time."""
-    env = {"LOCKSTEP_REPLAY": "0"} if world > 2 else None
+    """For each case of a part, the hashes of every rank; one world has no replays."""
+    env = WITHOUT_REPLAYS if world > 2 else None
     names = PARTS[part]
     return dict(zip(names, on_world(world, [CASES[name] for name in names], env=env), strict=True))
 

@@ -23,7 +23,7 @@ from lockstep.strategies.tensor_parallel.divided_output import DividedOutput
 from lockstep.strategies.tensor_parallel.tensor_parallel import check_groups
 from lockstep.strategies.tensor_parallel.tensor_plan import TensorDivision, divisions_of, styles_of
 from lockstep.testing import run_ranks, state_hash
-from worlds import on_world
+from worlds import WITHOUT_REPLAYS, on_world
 
 WORDS, LENGTH, WIDTH, HEADS = 24, 6, 16, 4
 
@@ -138,7 +138,8 @@ def train_case(strategy, case):
 
 
 def on_leader(ranks, strategy, cases):
-    found = on_world(ranks, [(train_case, strategy, case) for case in cases.values()])
+    env = WITHOUT_REPLAYS if ranks > 2 else None
+    found = on_world(ranks, [(train_case, strategy, case) for case in cases.values()], env=env)
     return dict(zip(cases, (of_ranks[0] for of_ranks in found), strict=True))
 
 
