@@ -98,9 +98,6 @@ def measure(package: Path) -> dict[str, str]:
     nodes = [node for module in modules for node in ast.walk(module.tree)]
     statements = sum(isinstance(node, ast.stmt) for node in nodes) - len(docstrings)
     code_lines = sum(map(_lines_with_code, modules)) - doc_lines + sum(text.count("\n\n") for text in docstrings)
-    privates = {True: 0, False: 0}
-    for module in modules:
-        privates[module.name.endswith("_private")] += _foreign_privates(module.tree)
     ignores, casts = (_count(modules, pattern) for pattern in (r"# type: ignore", r"[^.\w]cast\("))
     return {
         "lines, files": f"{lines:,} / {len(files)}",
@@ -111,14 +108,14 @@ def measure(package: Path) -> dict[str, str]:
         "widest class": f"{widest[0]} ({widest[1]}) {widest[2]}",
         "parameters": f"{max(parameters)} / {sum(count >= MANY_PARAMETERS for count in parameters)}",
         "nesting": f"{max(depths)} / {sum(depth >= DEEP for depth in depths)}",
-        "mutual imports": "{} / {}".format(*_mutual(package.name, modules)),
+        "mutual imports": "{} / {}".format(*mutual_imports(package.name, modules)),
         "public with docstring": _share(sum(ast.get_docstring(f) is not None for f in public), len(public)),
         "docstrings, comments": f"{_share(doc_lines, lines)} + {_share(comments, lines)}",
         "values in messages": f"{_share(sum(messages), len(messages))} of {len(messages)}",
         "Any": f"{1000 * sum(map(_any_count, functions)) / max(1, lines):.1f}",
         "ignore, cast": f"{ignores} / {casts}",
         "swallowed errors": str(sum(_swallows(node) for module in modules for node in ast.walk(module.tree))),
-        "foreign privates": f"{privates[False]} / {privates[True]}",
+        "foreign privates": "{} / {}".format(*foreign_privates(modules)),
         "environment": str(sum("os.environ" in module.text for module in modules)),
         "echo docstrings": str(sum(ECHO.fullmatch(" ".join(text.split())) is not None for text in docstrings)),
     }
@@ -211,6 +208,14 @@ def _swallows(node: ast.AST) -> bool:
     return not goes_on and any(name in BROAD for name in named)
 
 
+def foreign_privates(modules: list[Module]) -> tuple[int, int]:
+    """Uses of others' private names: outside of the modules that are there for these, and in them."""
+    privates = [0, 0]
+    for module in modules:
+        privates[module.name.endswith("_private")] += _foreign_privates(module.tree)
+    return privates[0], privates[1]
+
+
 def _foreign_privates(tree: ast.Module) -> int:
     own = {node.name for node in ast.walk(tree) if isinstance(node, Function)}
     annotated = (node.target for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
@@ -223,7 +228,7 @@ def _foreign_privates(tree: ast.Module) -> int:
     return sum(name not in own and name not in DOCUMENTED for name in others)
 
 
-def _mutual(package: str, modules: list[Module]) -> tuple[int, int]:
+def mutual_imports(package: str, modules: list[Module]) -> tuple[int, int]:
     """Pairs that import each other: of modules, and of the units directly below the package."""
     known = {module.name for module in modules}
     arrows = {
