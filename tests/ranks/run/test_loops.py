@@ -333,3 +333,47 @@ def test_deep_in_a_turn_a_resume_finds_its_pass_and_its_evaluation(whole, tmp_pa
     assert sorted(passes[0]) == sorted(passes[1]) == [0, 2, 4, 6, 8, 10, 12, 14]
     assert other == (passes, draws), "drawn alike on all ranks"
     assert len(set(draws)) == len(draws), "and not once more when the loop is left"
+
+
+def test_each_pass_over_a_loader_has_an_order_of_its_own():
+    orders = []
+    with Run(seed=0, replay=False) as run:
+        model = run.model(nn.Linear(1, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(torch.arange(16.0).view(16, 1), global_batch=4)
+        for _ in run.epochs(2):
+            for _ in range(2):
+                orders.append([])
+                for batch in run.train(batches):
+                    orders[-1] += batch.flatten().tolist()
+                    run.step(model(batch).square().mean())
+    assert [sorted(order) for order in orders] == [list(range(16))] * 4
+    assert len(set(map(tuple, orders))) == 4
+
+
+def drawn_around_evaluations():
+    """What a script draws before and after evaluations that draw, in a body and between two passes."""
+    drawn = []
+    with Run(seed=0, replay=False) as run:
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches, held_out = run.loader(X[:16], **SIZES), run.loader(X[:9], shuffle=False, **SIZES)
+
+        def evaluate():
+            drawn.append(float(torch.rand(())))
+            for batch in run.evaluate(held_out):
+                run.measure(noise=torch.rand(len(batch)))
+            drawn.append(float(torch.rand(())))
+
+        for _ in run.epochs(2):
+            for batch in run.train(batches):
+                if run.step(model(batch).square().mean()):
+                    evaluate()
+            evaluate()
+    return drawn
+
+
+def test_draws_after_an_evaluation_are_new_ones_and_the_same_on_any_world():
+    ((alone,),), (of_three,) = on_world(1, [(drawn_around_evaluations,)]), on_world(3, [(drawn_around_evaluations,)])
+    assert of_three == [alone] * 3
+    assert len(set(alone)) == len(alone) == 12
