@@ -40,6 +40,7 @@ gc.disable()
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
+from campaign_marks import IN_CAMPAIGN  # noqa: E402
 from lockstep.world import LAUNCHERS  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
@@ -48,10 +49,8 @@ for launcher in LAUNCHERS:
     for variable in (*launcher.rank, *launcher.size):
         os.environ.pop(variable, None)
 
-# `make campaign` runs what `make test` leaves out, and properties once more, with other examples each time.
-IN_CAMPAIGN = "LOCKSTEP_CAMPAIGN" in os.environ
-
 # Examples take as long as the machine is busy; the deadline of the whole test is the one that counts.
+# `make campaign` runs properties once more, with other examples each time.
 hypothesis.settings.register_profile(
     "lockstep",
     deadline=None,

@@ -66,7 +66,8 @@ def test_what_is_left_behind_fails_its_test_and_only_that(tmp_path, monkeypatch)
     (tmp_path / "conftest.py").write_text(conftest.replace("GRACE_S = 10.0", "GRACE_S = 0.5"))
     (tmp_path / "test_planted.py").write_text(PLANTED)
     shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
-    shutil.copy(TESTS / "harness" / "waiting.py", tmp_path)
+    for module in ("campaign_marks.py", "waiting.py"):
+        shutil.copy(TESTS / "harness" / module, tmp_path)
     monkeypatch.setenv("DRAWN", str(tmp_path / "drawn"))
     monkeypatch.setenv("RANK", "3")  # as inside a job, of which the suite is no rank
     done = subprocess.run(

@@ -50,7 +50,7 @@ def suite(tmp_path, monkeypatch):
     """Where it lies; it writes to `notes` which worker runs which test."""
     for name, text in {"together": TOGETHER, "by": BY, "crash": CRASH}.items():
         (tmp_path / f"test_{name}.py").write_text(NOTE + text)
-    for file in ("tests/conftest.py", "tests/harness/waiting.py", "pyproject.toml"):
+    for file in ("tests/conftest.py", "tests/harness/campaign_marks.py", "tests/harness/waiting.py", "pyproject.toml"):
         shutil.copy(Path(__file__).parents[2] / file, tmp_path)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     for name in [name for name in os.environ if name.startswith(("PYTEST_", "LOCKSTEP_CAMPAIGN"))]:

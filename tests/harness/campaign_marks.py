@@ -1,9 +1,12 @@
-"""Parameters of which some run in `make campaign` only."""
+"""What runs in `make campaign` only: parameters with a mark, and parts of tests that ask."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable
 
 import pytest
+
+IN_CAMPAIGN = "LOCKSTEP_CAMPAIGN" in os.environ
 
 
 def combinations(*values: Iterable[object], campaign: Callable[..., bool]) -> list[object]:

@@ -9,6 +9,7 @@ import traceback
 import pytest
 import torch.distributed as dist
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.run.proofs import replay_series
 from lockstep.testing import run_ranks
 
@@ -18,7 +19,7 @@ WITHOUT_REPLAYS = {"LOCKSTEP_REPLAY": "0"}
 PEER_TIMEOUT_S = "30"
 # Of the bodies that a run's first step tries again: each of its micro-batches twice. All of them are most of the time
 # of a run of a few steps: tests of these bodies themselves use `on_world_trying_all`, and `make campaign` tries all.
-TRIED = replay_series.MOST if "LOCKSTEP_CAMPAIGN" in os.environ else 4
+TRIED = replay_series.MOST if IN_CAMPAIGN else 4
 
 
 def in_turn(calls, tried=TRIED):

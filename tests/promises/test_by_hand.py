@@ -5,7 +5,6 @@ Each case is told once, as a `Training`; `by_hand` does it on one process withou
 
 import functools
 import itertools
-import os
 import random
 
 import numpy as np
@@ -20,7 +19,7 @@ from torch.utils.data import Dataset
 import by_hand
 import by_run
 from by_hand import Part, Seen, Training, assert_near
-from campaign_marks import combinations
+from campaign_marks import IN_CAMPAIGN, combinations
 from lockstep.run import Run
 from worlds import on_world
 
@@ -336,7 +335,7 @@ def is_campaigns(name, world):
 @functools.cache
 def on(world):
     """What every case came to on every rank; each case has replays, which take most of its time, on one world."""
-    names = [name for name in CASES if is_campaigns(name, world) is ("LOCKSTEP_CAMPAIGN" in os.environ)]
+    names = [name for name in CASES if is_campaigns(name, world) is IN_CAMPAIGN]
     calls = [(trained, name, (number + WORLDS.index(world)) % 2 == 0) for number, name in enumerate(names)]
     return dict(zip(names, on_world(world, calls), strict=True))
 

@@ -4,21 +4,19 @@ The suite leaves out the kills of most shapes, one of the worlds, and packages t
 campaign` leaves out nothing.
 """
 
-import os
 import re
 
 import pytest
 
-from campaign_marks import combinations
+from campaign_marks import IN_CAMPAIGN, combinations
 from loop_shapes import PAGE, SHAPES, resumed, verdicts
 
 ROW = re.compile(r"^\| (.+) \| (same bits|differs|refused: [\w ]+) \| (same bits|-) \|$", re.MULTILINE)
 #: Of each shape, what the page says: of 1, 2 and 3 ranks, and of a kill.
 ROWS = {words: (verdict, again) for words, verdict, again in ROW.findall(PAGE.read_text())}
-CAMPAIGN = "LOCKSTEP_CAMPAIGN" in os.environ
 SLOW = ("transformers_model", "datasets_map", "datasets_stream")
-WORLDS = (1, 2, 3) if CAMPAIGN else (1, 2)
-RUN = [shape for name, shape in SHAPES.items() if CAMPAIGN or name not in SLOW]
+WORLDS = (1, 2, 3) if IN_CAMPAIGN else (1, 2)
+RUN = [shape for name, shape in SHAPES.items() if IN_CAMPAIGN or name not in SLOW]
 RESUMED = [shape.name for shape in RUN if ROWS.get(shape.words, ("", ""))[1] == "same bits"]
 
 #: One that is killed within a pass, and one whose optimizer has more groups by then.
@@ -30,7 +28,7 @@ def test_the_page_has_a_row_for_each():
 
 
 # Its name says which worlds: on all three it is another test, one of `make campaign`.
-@pytest.mark.parametrize("worlds", combinations([WORLDS], campaign=lambda _: CAMPAIGN), ids=str)
+@pytest.mark.parametrize("worlds", combinations([WORLDS], campaign=lambda _: IN_CAMPAIGN), ids=str)
 @pytest.mark.parametrize("group", sorted({shape.group for shape in RUN}))
 def test_each_ends_as_the_page_says(group, worlds):
     shapes = [shape for shape in RUN if shape.group == group]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset
 
-from campaign_marks import combinations
+from campaign_marks import IN_CAMPAIGN, combinations
 from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import WITHOUT_REPLAYS, on_world
@@ -253,8 +253,8 @@ CASES = {
 SKIPPING = ("overflow", "tokens clipped")  # the loss scale begins too high
 NAMES = tuple(CASES)
 #: Whose like is in the suite.
-IN_CAMPAIGN = ("small buckets", "halves", "fused adamw", "bf16 adamw", "tokens clipped", "adamw", "stream")
-RUN = [name for name in NAMES if "LOCKSTEP_CAMPAIGN" in os.environ or name not in IN_CAMPAIGN]
+TWINS = ("small buckets", "halves", "fused adamw", "bf16 adamw", "tokens clipped", "adamw", "stream")
+RUN = [name for name in NAMES if IN_CAMPAIGN or name not in TWINS]
 # In a few launches, so that no single test waits for everything.
 PARTS = [RUN[part::3] for part in range(3)]
 
@@ -268,7 +268,7 @@ def trails(part, world):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", combinations(NAMES, campaign=lambda name: name in IN_CAMPAIGN))
+@pytest.mark.parametrize("name", combinations(NAMES, campaign=lambda name: name in TWINS))
 def test_same_bits_on_any_world(name):
     (part,) = (number for number, names in enumerate(PARTS) if name in names)
     alone = trails(part, 1)[name][0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.errors import UsageError
 from lockstep.run import Run
 from lockstep.testing import state_hash
@@ -87,7 +88,7 @@ def test_the_same_bits_on_any_world_near_plain_torch_and_after_a_resume(tmp_path
     ]
     started = (trained, "lbfgs", 1, 0.3, True, "ddp", str(tmp_path / "saved"))
     alone = [alone for (alone,) in on_world(1, cases)]
-    _, *two = on_world(2, [started, *(cases if "LOCKSTEP_CAMPAIGN" in os.environ else ())])
+    _, *two = on_world(2, [started, *(cases if IN_CAMPAIGN else ())])
     resumed, *three = on_world(3, [(*started[:2], 2, *started[3:], True), *cases])
     for results in (two, three) if two else (three,):
         for (_, name, *_), found, ranks in zip(cases, alone, results, strict=True):

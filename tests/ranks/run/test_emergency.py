@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lockstep
-from campaign_marks import combinations
+from campaign_marks import IN_CAMPAIGN, combinations
 from lockstep.checkpoint import FlatTree, checksums_in, list_checkpoints, load_tree, save_whole, verify
 from lockstep.collectives import TensorShard, open_group, single_rank_group
 from lockstep.errors import CheckpointError, DifferentCalls, MismatchError, NonFiniteError, PeerLost
@@ -768,7 +768,7 @@ def kills(plan):
 @pytest.mark.parametrize("shape", combinations(RUNS, campaign=lambda shape: shape != "epochs"))
 def test_whoever_is_killed_wherever_no_step_is_lost(tmp_path, shape):
     ranks, plan, save_every = RUNS[shape]
-    if "LOCKSTEP_CAMPAIGN" not in os.environ:
+    if not IN_CAMPAIGN:
         plan = [kill for kill in plan if kill not in ALIKE]
     cases = {"calm": (shape, 1, [], None), "killed": (shape, ranks, kills(plan), save_every)}
     states, said = launched(tmp_path, cases)

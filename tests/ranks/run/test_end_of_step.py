@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.checkpoint import list_checkpoints, load_tree
 from lockstep.errors import UsageError
 from lockstep.launch_contract import RESUME
@@ -99,7 +100,7 @@ def averaged(strategy):
 def test_a_step_is_told_once_and_averages_are_the_same_on_any_world():
     averages = {}
     # Three ranks have 2, 1 and 1 micro-batches of a step; four have one each, and in the short step one has none.
-    for world in (1, 2, 3, 4) if "LOCKSTEP_CAMPAIGN" in os.environ else (1, 3, 4):
+    for world in (1, 2, 3, 4) if IN_CAMPAIGN else (1, 3, 4):
         calls = [(told_by, s) for s in ("ddp", "zero", "fsdp")]
         calls += [(told_by_two, False), (told_by_two, True), (averaged, "ddp"), (averaged, "zero")]
         *told, both, left_out, ddp, zero = on_world(world, calls)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.testing import state_hash
@@ -265,7 +266,7 @@ def leg(shape, directory, end=None, *, replay=True):
 
 #: On how many ranks each leg runs, and in which step it dies or is asked to stop: a stop on one rank is obeyed at once.
 LEGS = [(2, ("die", 3)), (1, ("stop", 4)), (3, ("die", 6)), (2, None)]
-if "LOCKSTEP_CAMPAIGN" not in os.environ:
+if not IN_CAMPAIGN:
     LEGS = [*LEGS[:2], LEGS[-1]]
 
 

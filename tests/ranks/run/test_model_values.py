@@ -1,13 +1,13 @@
 """Models that the run makes: from a function, from the device meta, from a file; the same values under any strategy."""
 
 import json
-import os
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.checkpoint import SafetensorsWriter, content_of, in_file, read_weights
 from lockstep.collectives import single_rank_group
 from lockstep.errors import MismatchError, SettingError, UsageError
@@ -166,7 +166,7 @@ def test_however_a_model_is_made_it_is_the_model_of_one_rank_under_every_strateg
     *found, drawn, read = [found for (found,) in on_world(1, calls)]
     references = dict(zip(alone, found, strict=True))
     cases = [(way, "made", False) for way in WAYS]
-    cases += [(way, "meta", True) for way in WAYS if way not in TWINS or "LOCKSTEP_CAMPAIGN" in os.environ]
+    cases += [(way, "meta", True) for way in WAYS if way not in TWINS or IN_CAMPAIGN]
     cases += [(way, "meta", False) for way in ("ddp", "fsdp", "hybrid:servers=1", "pipeline")]
     cases += [("fsdp", "made on meta", False), ("fsdp", "given", True), ("fsdp", "made", True)]
     calls = []

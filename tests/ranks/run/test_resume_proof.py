@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.checkpoint import NEXT_STEP, list_checkpoints, verify
 from lockstep.checkpoint.filesystem import LocalFileSystem
 from lockstep.checkpoint.next_step import read_next_step
@@ -149,7 +150,7 @@ def test_on_any_world_and_under_any_strategy_a_resume_proves_itself(tmp_path):
 
 
 HOWS = ("good", "teacher")
-DIVIDED = ["fsdp", "zero:stage=2"] if "LOCKSTEP_CAMPAIGN" in os.environ else ["fsdp"]
+DIVIDED = ["fsdp", "zero:stage=2"] if IN_CAMPAIGN else ["fsdp"]
 
 
 def resumed(function, directory, how, strategy):

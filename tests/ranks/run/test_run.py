@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.checkpoint import list_checkpoints
 from lockstep.collectives import single_rank_group
 from lockstep.errors import LockstepError, UsageError
@@ -403,7 +404,7 @@ def weighed():
 
 def test_on_any_world(tmp_path):
     results = {}
-    for world in (1, 2, 4) if "LOCKSTEP_CAMPAIGN" in os.environ else (1, 4):
+    for world in (1, 2, 4) if IN_CAMPAIGN else (1, 4):
         (tmp_path / str(world)).mkdir()
         results[world] = on_world(
             world,

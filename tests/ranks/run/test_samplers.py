@@ -17,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.errors import CheckpointError, DataError, MismatchError, PlanError, UsageError
 from lockstep.run import Run
 from lockstep.seeding import seed_of
@@ -25,7 +26,6 @@ from worlds import on_world
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
 
-IN_CAMPAIGN = "LOCKSTEP_CAMPAIGN" in os.environ
 #: Beside all ways under ddp: where an epoch has batches of many lengths, other divisions show most.
 MORE = {"zero": ("varying",), "parameter-server": ("varying",)}
 

@@ -1,13 +1,13 @@
 """A name that a function uses for several things becomes several names, and the function computes the same."""
 
 import ast
-import os
 import textwrap
 from contextlib import suppress
 from random import Random
 
 import pytest
 
+from campaign_marks import IN_CAMPAIGN
 from lockstep.run.source.source_paths import name_in_script
 from lockstep.run.source.variable_names import with_separate_names
 
@@ -130,7 +130,7 @@ def outcome(function, chance):
 
 
 def test_a_function_computes_the_same_under_separate_names():
-    renamed, many = 0, 3000 if "LOCKSTEP_CAMPAIGN" in os.environ else 700
+    renamed, many = 0, 3000 if IN_CAMPAIGN else 700
     for seed in range(many):
         lines = some_lines(Random(seed), 3)
         text = "def body(a):\n    for _ in 'xy':\n        " + "\n        ".join(lines)

@@ -262,7 +262,7 @@ class InputFollower:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
                 opaque = f"what {path.text} remembers of the model as it was"
-            self._note_carried(opaque and f"{given.what} is computed from {opaque}")
+            self._note_carried(f"{given.what} is computed from {opaque}" if opaque else "")
         if is_known and not is_of(value, nn.Module, type, functools.partial):
             return followed
         if is_of(owner, ModuleType) or value is getattr(builtins, path.text, None):

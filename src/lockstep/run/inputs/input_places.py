@@ -35,7 +35,7 @@ _CLOCKS: Final = (
     *(time.time_ns, time.monotonic_ns, time.perf_counter_ns, time.process_time_ns),
     *(vars(datetime)["now"], vars(datetime)["utcnow"], vars(date)["today"]),
 )
-#: The modules of objects that hold such things.
+#: The modules of objects that hold what no checkpoint has.
 _STORES: Final = {"sqlite3", "_io", "queue", "_queue", "shelve", "multiprocessing.queues"}
 
 
