@@ -1,12 +1,15 @@
-"""What NVIDIA's driver says of the GPUs of this machine: without torch, and without touching a GPU."""
+"""What NVIDIA's libraries say of themselves and of the GPUs of this machine, without touching a GPU."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_NOT_INITIALIZED = 3  #: of CUDA, where nothing has started its driver
 
 # One of them is there where NVIDIA's driver is: on Linux, in WSL, and on Jetson boards.
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg", "/dev/nvhost-ctrl-gpu", "/dev/nvgpu")
@@ -27,3 +30,30 @@ def ask_driver(ask: Callable[[object], T], otherwise: T) -> T:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return otherwise
+
+
+def has_started_cuda() -> bool:
+    """Whether CUDA is started in this process, by torch, by another library, or by a mere look for GPUs.
+
+    A copy of such a process sees no GPU. That its device is open says nothing: the management library opens it, too.
+    """
+    count = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # this process has not loaded it
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch calls, such as ``(2, 30, 7)``, once torch is loaded; empty where torch contains NCCL.
+
+    `torch.cuda.nccl.version` says with which NCCL torch was built.
+    """
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:
+        return ()
+    major, rest = divmod(number.value, 10_000)
+    return (major, *divmod(rest, 100))

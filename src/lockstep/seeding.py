@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -71,6 +72,17 @@ def set_generator_states(states: GeneratorStates) -> None:
     torch.default_generator.set_state(states.torch)
     random.setstate(states.python)
     np.random.set_state(states.numpy)
+
+
+def drawn_by_script() -> dict[str, str]:
+    """`drawn_states`, before a run has seeded the generators, without a number that an import of ``rich`` draws.
+
+    Other packages, such as scikit-learn, load it.
+    """
+    states = drawn_states()
+    if "rich.style" in sys.modules and random.getstate()[1][-1] == 1:
+        states.pop("random", None)
+    return states
 
 
 @contextmanager

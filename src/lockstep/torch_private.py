@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _foreach_supported_types as _of_optimizers
 from torch.utils import _pytree
+from torch.utils._foreach_utils import _foreach_supported_types as _of_utilities
 
 from lockstep.errors import SettingError
 
@@ -188,6 +190,16 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, ob
     """The hooks before and after ``optimizer.step()`` by their numbers. Without it, the script's hooks are not seen."""
     before, after = (getattr(optimizer, name, {}) for name in STEP_HOOKS)
     return before, after
+
+
+def compute_in_lists(kind: type[torch.Tensor]) -> None:
+    """From now on tensors of class ``kind`` are stepped and clipped in lists where torch does so with plain tensors.
+
+    On GPUs, by default. Kernels for lists of tensors round differently from those for a tensor.
+    """
+    for known in (_of_optimizers, cast(list[type], _of_utilities)):
+        if kind not in known:
+            known.append(kind)
 
 
 def complete(optimizer: torch.optim.Optimizer) -> None:

@@ -29,15 +29,16 @@ pytestmark = [
 class Attention(nn.Module):
     """One layer of a transformer over words."""
 
-    def __init__(self, width: int = 128) -> None:
+    def __init__(self, width: int = 128, dropout: float = 0.1) -> None:
         super().__init__()
+        self.dropout = dropout
         self.words, self.qkv = nn.Embedding(50, width), nn.Linear(width, 3 * width)
         self.out, self.head = nn.Linear(width, width), nn.Linear(width, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.words(x)
         q, k, v = self.qkv(hidden).view(*x.shape, 3, 2, -1).permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 * self.training, is_causal=True)
+        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout * self.training, is_causal=True)
         return self.head((hidden + self.out(seen.transpose(1, 2).flatten(2))).mean(1))
 
 
@@ -139,6 +140,7 @@ class Training:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adamw
     strategy: str = "ddp"
     samples: int = 96  #: in steps of 32
+    words: int = 257  #: of a sample
     counts: bool = False  #: whether the loss is weighed by a count that varies
     channels_last: bool = False
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -147,6 +149,13 @@ class Training:
 TRAININGS = {
     "attention in fp32": Training(Attention, "words"),
     "attention in bf16": Training(Attention, "words", settings={"precision": "bf16"}),
+    # For which torch chooses cuDNN's attention where nothing forbids that, whose backward pass adds in any order.
+    "attention as in GPT-2, bf16": Training(
+        lambda: Attention(dropout=0.0), "words", words=1024, settings={"precision": "bf16"}
+    ),
+    "attention as in GPT-2, fsdp": Training(
+        lambda: Attention(dropout=0.0), "words", words=512, strategy="fsdp", settings={"precision": "bf16"}
+    ),
     "attention of odd heads in fp16": Training(lambda: Attention(2 * 40), "words", settings={"precision": "fp16"}),
     "an LSTM": Training(lambda: Recurrent(nn.LSTM), "words"),
     "a GRU": Training(lambda: Recurrent(nn.GRU), "words"),
@@ -180,7 +189,7 @@ def trained(name: str) -> str:
     random = torch.Generator().manual_seed(1)
     x = torch.randn(given.samples, 3, 17, 17, generator=random)
     if given.data == "words":
-        x = torch.randint(50, (given.samples, 257), generator=random)
+        x = torch.randint(50, (given.samples, given.words), generator=random)
     y = torch.randint(10, (given.samples,), generator=random)
     with Run(seed=3, strategy=given.strategy, rehearse=True, track="none", **given.settings) as run:
         model = run.model(given.model())

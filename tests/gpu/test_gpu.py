@@ -1,9 +1,11 @@
 """What only a GPU can show; skipped without one. `pytest tests/gpu` on a machine that has one or more."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group, NativeAllReduce
 from lockstep.collectives.all_reduce import NcclAllReduce
 from lockstep.data import MicroBatch
+from lockstep.errors import UsageError
 from lockstep.launch_contract import MEASURE
 from lockstep.run import Run
 from lockstep.run.batches.to_device import on_device
@@ -169,6 +172,43 @@ def test_what_moves_itself_and_what_is_there_already_comes_too(ahead: bool):
     assert got[0].tensor.tolist() == [0, 1, 2]
     assert got[0].tensor.is_cuda
     assert got[1].data_ptr() == got[2]["x"].data_ptr() == there.data_ptr()
+
+
+def test_a_look_for_gpus_starts_no_cuda_and_ranks_can_be_copied_after_it(tmp_path: Path):
+    """As in a notebook, where a cell asks for GPUs before another one starts ranks."""
+    script = tmp_path / "looks.py"
+    script.write_text(
+        "import torch, lockstep\n"
+        "from lockstep.gpu_driver import has_started_cuda\n"
+        "def device():\n"
+        "    with lockstep.Run(seed=0, track='none') as run:\n"
+        "        return str(run.device)\n"
+        "print(torch.cuda.is_available(), torch.cuda.device_count() > 0, has_started_cuda())\n"
+        "print(lockstep.launch(device, 1))\n"
+        "torch.ones(1, device='cuda')\n"
+        "print(has_started_cuda())\n"
+        "lockstep.launch(device, 1)\n"
+    )
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["True True False", "['cuda:0']", "True"], done.stderr
+    assert "LaunchError: CUDA is in use in this process" in done.stderr
+
+
+def upsampled(nondeterministic: Literal["refuse", "warn"]) -> bool:
+    """A training through an operation whose backward pass adds in any order."""
+    with Run(seed=1, nondeterministic=nondeterministic, track="none") as run:
+        model = run.model(nn.Conv2d(3, 4, 3))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x in run.train(run.loader(torch.randn(64, 3, 33, 33), global_batch=16, micro_batch=8)):
+            larger = nn.functional.interpolate(model(x), scale_factor=2.5, mode="bilinear")
+            run.step(larger.square().mean())
+        return run.progress.step == 4
+
+
+def test_an_operation_without_a_deterministic_kernel_is_refused_or_trains_with_other_bits_each_time():
+    with pytest.raises(UsageError, match=r"^upsample_bilinear2d_backward.*, which the backward pass calls"):
+        run_ranks(upsampled, 1, "refuse")
+    assert run_ranks(upsampled, 1, "warn") == [True]
 
 
 def on_data(workers: int) -> str:

@@ -73,7 +73,7 @@ def parts(shapes: list[tuple[int, ...]], norms: nn.Module, ranks: int, each: int
         checks.step_ended()
 
     group = cast(Group, SimpleNamespace(rank=0, size=1, device=DEVICE, gather_objects=lambda own, _: [own], leads=True))
-    buffers = Buffers(_NoAllReduce(), group, DEVICE)
+    buffers = Buffers(_NoAllReduce(), group)
     with Costs():
         buffers.setup_model(norms)
 

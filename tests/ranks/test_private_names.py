@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 
+from foreach_lists import steps_in_lists
 from lockstep import cpython_private, torch_private
 from lockstep.errors import SettingError
 from lockstep.testing import run_ranks
@@ -221,6 +222,16 @@ def try_own_buffers():
     layer = nn.BatchNorm1d(2)
     torch_private.own_buffers(layer)["running_mean"] = torch.ones(2)
     assert layer.running_mean.sum() == 2
+
+
+@row
+def try_compute_in_lists():
+    class Kind(torch.Tensor):
+        pass
+
+    assert not steps_in_lists([torch.zeros(1).as_subclass(Kind)])
+    torch_private.compute_in_lists(Kind)
+    assert steps_in_lists([torch.zeros(1).as_subclass(Kind)])
 
 
 @row

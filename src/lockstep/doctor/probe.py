@@ -25,6 +25,7 @@ from lockstep.collectives import Group, KeyValueStore, open_group, open_store, t
 from lockstep.cpu_affinity import usable_cpus
 from lockstep.doctor.host_facts import HostFacts, gather_files, gather_host
 from lockstep.doctor.machine_facts import NodeFacts, PairFacts, RankFacts, RanksFacts, ReachFacts
+from lockstep.gpu_driver import nccl_version
 from lockstep.launch_contract import RUN_DIR, RUN_ID
 from lockstep.network_interface import address_towards, interface_of
 from lockstep.world import World
@@ -119,7 +120,7 @@ def _together(group: Group, world: World, place: Path, locked: int) -> list[Rank
         device=torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}",
         on_gpu=on_gpu,
         backend="gloo" if group.over_cpu else "nccl",
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
+        nccl=".".join(map(str, nccl_version() or torch.cuda.nccl.version())) if on_gpu else "",
         threads=torch.get_num_threads(),
         cpus=tuple(sorted(usable_cpus())),
         interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address_towards(world.address, world.port)),

@@ -135,7 +135,7 @@ def _held_port() -> Iterator[int]:
     """A port that only the ranks can take: bound here and not listening, so one of them may bind it once more."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
+        held.bind(("", 0))  # of all addresses: the ranks listen on all, and another's connection may use one
         yield held.getsockname()[1]
 
 

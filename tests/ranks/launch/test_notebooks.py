@@ -188,17 +188,17 @@ class KernelEnded(Exception):
 
 
 def test_a_kernel_that_has_used_cuda_is_refused_before_anything_is_written(kernel, workshop):
-    """CUDA is known by its device, which an ordinary file stands for here."""
     cell = kernel.run("""
         module = sys.modules["lockstep.launch.workers.fork_server_client"] if lockstep.launch else None
-        module._CUDA_DEVICE = str(Path("device").absolute())
-        device = open("device", "w")
+        asked, module.has_started_cuda = module.has_started_cuda, lambda: True
         lockstep.launch(main, ranks=2, args=(1,), run_dir="r")
     """)
     assert cell.error.startswith("LaunchError: CUDA is in use in this process")
     assert "restart the kernel" in cell.error
     assert not (workshop.here / "r").exists()
-    cell = kernel.run("device.close(); print(len(lockstep.launch(main, ranks=2, args=(1,), run_dir='r')))")
+    cell = kernel.run(
+        "module.has_started_cuda = asked; print(len(lockstep.launch(main, ranks=2, args=(1,), run_dir='r')))"
+    )
     assert (cell.error, cell.text().splitlines()[-1]) == ("", "2")
 
 

@@ -86,7 +86,7 @@ def launches_of_buffers(layers, micro_batches):
     with DEVICE:
         model = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(layers)))
     group = SimpleNamespace(rank=0, size=1, device=DEVICE, gather_objects=lambda own, _: [own])
-    buffers = Buffers(open_all_reduce(group, lambda *_: range(1)), group, DEVICE)
+    buffers = Buffers(open_all_reduce(group, lambda *_: range(1)), group)
     with Costs() as begin:
         buffers.setup_model(model)
     assert begin.waits == 1

@@ -1,14 +1,13 @@
 """Kernels that give the same bits each time; tried on the CPU, of whose operations a few have none either."""
 
 import os
-import sys
 
 import pytest
 import torch
 
 import lockstep
 from lockstep.errors import MismatchError, UsageError
-from lockstep.launch.workers.fork_server_client import uses_cuda
+from lockstep.gpu_driver import has_started_cuda
 from lockstep.run.setup.identity import compare_devices, device_of_bits
 from lockstep.run.setup.kernels import Kernels
 from worlds import on_world
@@ -31,8 +30,12 @@ def flags():
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.backends.cudnn.benchmark,
+        torch.backends.cuda.cudnn_sdp_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,
     )
+
+
+PINNED = (True, True, False, False, False)
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def test_flags_are_set_while_a_run_is_open_and_put_back(kernels, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = flags()
     assert kernels.pin() == ""
-    assert flags() == (True, True, False, False), "memory is not filled, which would cost a tenth of a step"
+    assert flags() == PINNED, "memory is not filled, which would cost a tenth of a step"
     kernels.release()
     assert flags() == before
     kernels.release()
@@ -62,7 +65,9 @@ def test_what_the_script_sets_in_between_is_put_back_and_said(kernels):
     torch.use_deterministic_algorithms(False)
     said = kernels.pin()
     assert said == "torch.backends.cudnn.benchmark = True and torch.use_deterministic_algorithms(False)"
-    assert flags() == (True, True, False, False)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    assert kernels.pin() == "torch.backends.cuda.enable_cudnn_sdp(True)", "its backward pass has other bits each time"
+    assert flags() == PINNED
 
 
 def test_a_backward_pass_without_a_deterministic_kernel_is_refused_with_its_name(kernels):
@@ -71,7 +76,7 @@ def test_a_backward_pass_without_a_deterministic_kernel_is_refused_with_its_name
     said = r"^put_, which the backward pass calls.*nondeterministic='warn'"
     with pytest.raises(UsageError, match=said), kernels.backward():
         Puts.apply(x).sum().backward()
-    assert flags() == (True, True, False, False)
+    assert flags() == PINNED
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"):
         torch.ones(3).put_(torch.tensor([0]), torch.tensor([1.0]))  # elsewhere, torch warns
     with pytest.raises(RuntimeError, match="another error"), kernels.backward():
@@ -83,6 +88,7 @@ def test_where_the_user_says_so_torch_warns(kernels):
     lenient.pin()
     with pytest.warns(UserWarning, match="put_ does not have a deterministic implementation"), lenient.backward():
         Puts.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     lenient.release()
 
 
@@ -150,12 +156,8 @@ def test_ranks_on_unequal_devices_are_refused():
         assert said.startswith("rank 0 computes on H100, rank 1 on A100: kernels give other bits there")
 
 
-def test_a_look_for_gpus_starts_no_cuda_and_an_open_device_is_seen(tmp_path, monkeypatch):
+def test_a_look_for_gpus_starts_no_cuda():
+    """`tests/gpu/test_gpu.py` shows it where there is a GPU."""
     assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
-    assert not uses_cuda()
-    device = tmp_path / "nvidia-uvm"
-    device.touch()
-    monkeypatch.setattr(sys.modules[uses_cuda.__module__], "_CUDA_DEVICE", str(device))
-    with device.open():
-        assert uses_cuda()
-    assert not uses_cuda()
+    torch.cuda.is_available()
+    assert not has_started_cuda()

@@ -1,6 +1,7 @@
 """Random numbers and modes: what the script draws, and how it set its modules, is the same on every rank and world."""
 
 import contextlib
+import importlib
 import io
 import os
 import random
@@ -200,6 +201,23 @@ def said_of_draws_before(seeds, draws):
     with contextlib.redirect_stderr(io.StringIO()) as said, Run(seed=3):
         first = draw()
     return said.getvalue(), first
+
+
+def said_after_an_import(draws):
+    """What rank 0 says where ``rich`` was imported, and so many numbers were drawn in all."""
+    importlib.import_module("rich.style")
+    random.seed(int(os.environ["RANK"]))
+    for _ in range(draws):
+        random.getrandbits(24)
+    with contextlib.redirect_stderr(io.StringIO()) as said, Run(seed=3):
+        return said.getvalue()
+
+
+def test_a_number_that_an_import_draws_is_none_of_the_scripts():
+    """A random identifier of ``rich``, which scikit-learn loads: under torchrun each rank draws another one."""
+    for draws, told in ((1, False), (2, True)):
+        first, *_ = run_ranks(said_after_an_import, 2, draws)
+        assert ("rank 1 drew other random numbers" in first) == told
 
 
 def test_ranks_that_drew_other_numbers_before_the_run_are_told():

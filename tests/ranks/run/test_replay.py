@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lockstep import Run, UsageError
 from lockstep.batch import BatchPlan, StepCheck
 from lockstep.data.indexed.sampling import AuditedSteps, CheckedSteps, checked, epoch_positions
-from lockstep.run.proofs.replay import CheckSchedule
+from lockstep.run.proofs.replay import CheckSchedule, ReplayError
 from lockstep.testing import state_hash
 from worlds import on_world as on_world_trying_few
 from worlds import on_world_trying_all as on_world
@@ -91,6 +91,14 @@ def test_replays_cost_half_a_percent_beyond_the_first_passes(length, micro_batch
         replays += (2 if micro_batches == 1 else 1) * sum(step in checks for step in range(length))
         steps += length
     assert replays <= 2 * (4 + 2) + (steps - 7) * micro_batches / 200 + 2 * (steps - 7) / 500
+
+
+def test_on_a_gpu_a_kernel_is_named_as_a_cause_where_the_body_changed_nothing(monkeypatch):
+    error = ReplayError("the gradient of out.weight differed", "micro-batch 0 of 1 of step 1")
+    assert "kernel" not in str(error.naming(()))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "On a GPU a kernel may give other bits each time, too: docs/gpu.md lists" in str(error.naming(()))
+    assert "kernel" not in str(error.naming(["seen"]))
 
 
 def test_a_rank_of_padding_alone_replays_that():

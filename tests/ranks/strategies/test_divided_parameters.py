@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
+from foreach_lists import steps_in_lists
 from lockstep.errors import MismatchError, UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
+from lockstep.strategies.not_whole.division_checks import check_fused_kernel
 from worlds import on_world
 
 
@@ -141,6 +143,8 @@ CHANGES = {
     "a column": lambda net: net.last.weight.data[:, 1:].fill_(2.0),
     "a column by index": lambda net: net.last.weight.data.__setitem__((slice(None), 1), 3.0),
     "the norm": each(lambda p: p.mul_(p.norm().item())),
+    "norms of a list": lambda net: net.wide.data.mul_(torch.stack(torch._foreach_norm([*net.parameters()])).max()),
+    "in lists": lambda net: torch._foreach_mul_([p.data for p in net.parameters()], 0.5),
     "the norm of all": lambda net: each(lambda p: p.div_(total_norm(net)))(net),
     "moments": each(lambda p: p.sub_(p.mean()).div_(1 + p.std(correction=0))),
     "moments of columns": lambda net: net.last.weight.data.sub_(net.last.weight.data.mean(0, keepdim=True)),
@@ -201,6 +205,7 @@ def changes_on_ranks():
                 states.append(state_of(net))
             different += [(name, key) for key, value in states[0].items() if not torch.equal(value, states[1][key])]
         net = run.model(Net())
+        assert steps_in_lists([*net.parameters()]), "as those of one rank"
         for name, change in {**LOST, **HOOKS}.items():
             lost[name] = refused(UsageError, change, net)
         lost["other values"] = refused(MismatchError, each(lambda p: p.copy_(torch.full((), run.rank))), net)
@@ -225,7 +230,12 @@ def steps_on_ranks():
         matrices = [p for p in net.parameters() if p.dim() == 2]
         said = [
             refused(UsageError, run.optimizer, torch.optim.Muon(matrices)),
+            refused(UsageError, check_fused_kernel, torch.optim.Adam(matrices, fused=True, weight_decay=0.1)),
         ]
+        # On an H100 these have the same bits for any rows.
+        check_fused_kernel(torch.optim.AdamW(matrices, fused=True, weight_decay=0.1))
+        check_fused_kernel(torch.optim.Adam(matrices, fused=True))
+        check_fused_kernel(torch.optim.Adam(matrices, foreach=True, weight_decay=0.1))
         run.optimizer(torch.optim.SGD(net.parameters(), lr=0.1))
         for x in run.train(run.loader(torch.randn(12, 4), global_batch=12, micro_batch=2)):
             run.backward(net(x).square().sum())
@@ -254,7 +264,8 @@ def penalty_on_ranks():
 
 def test_what_depends_on_the_number_of_ranks_is_refused():
     said, penalty, one_rank = on_world(2, [(steps_on_ranks,), (penalty_on_ranks,), (norm_of_one_rank,)])
-    for muon, gradient in said:
+    for muon, fused, gradient in said:
+        assert "Adam(fused=True, weight_decay=0.1): torch's kernel rounds the same numbers differently" in fused
         assert "Muon looks at several elements of a parameter at once" in muon
         assert "these would stay as they are" in gradient
     assert "reading rows of a divided parameter, as for a norm, which all ranks do or none" in one_rank[0]

@@ -99,7 +99,7 @@ def middle_stage(device, states, *, draws_random):
     graph.output((graph.call_module("0", (inputs,)), passing))
     layer = nn.Sequential(nn.Linear(3, 3)).to(device)
     module = fx.GraphModule(layer, graph)
-    buffers = Buffers(open_all_reduce(single_rank_group(), BatchPlan(1, 1, 1).run), single_rank_group().check_equal)
+    buffers = Buffers(open_all_reduce(single_rank_group(), BatchPlan(1, 1, 1).run), single_rank_group())
     stage = Stage(
         1,
         3,

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,11 +15,11 @@ from dataclasses import asdict, dataclass
 from multiprocessing import popen_fork
 from multiprocessing.context import ForkProcess
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from lockstep.cpython_private import launch_fork
 from lockstep.errors import LaunchError
+from lockstep.gpu_driver import has_started_cuda
 from lockstep.launch.host import procfs
 from lockstep.launch.host.child_process import kill_group, own_python, stop_signals_blocked, with_this_package
 from lockstep.launch.job.request import Function, Program, StartMethod
@@ -44,7 +43,6 @@ from lockstep.launch.workers.fork_server import serve_copied
 from lockstep.launch.workers.rank_process import program_to_args
 
 _CHUNK_BYTES = 1 << 16
-_CUDA_DEVICE = "/dev/nvidia-uvm"
 
 
 class ForkServerClient:
@@ -280,33 +278,17 @@ class _Copy(ForkProcess):
         return launch_fork(process_obj)
 
 
-def uses_cuda() -> bool:
-    """Whether this process has started CUDA, whose copies see no GPU; also by a mere look for GPUs."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        return True
-    # Opened by each use of CUDA, and not by NVML, through which the driver is asked otherwise.
-    return any(_target(link) == _CUDA_DEVICE for link in Path("/proc/self/fd").glob("*"))
-
-
 def check_can_be_copied() -> None:
     """Check that ranks can be copies of this process.
 
     Raises:
         LaunchError: if it has started CUDA.
     """
-    if uses_cuda():
+    if has_started_cuda():
         raise LaunchError(
             "CUDA is in use in this process, and such a process cannot be copied into ranks; restart the kernel "
             "and call launch before anything touches a GPU"
         )
-
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:  # closed meanwhile
-        return ""
 
 
 def open_fork_server(program: Program, method: StartMethod, env: Mapping[str, str]) -> ForkServerClient:

@@ -62,15 +62,17 @@ class Loaders:
         self._contents: Final[dict[str, SeenContents]] = {}
         self._chosen: Final[set[BatchPlan]] = set()  # plans whose micro-batch was chosen, not given
         settings, strategy = context.settings, context.strategy
-        may_round_anew = settings.reduction == "fast" and context.device.type == "cuda"
+        gives_bits_up = settings.reduction == "fast" or settings.nondeterministic == "warn"
+        may_round_anew = gives_bits_up and context.device.type == "cuda"
         # BatchNorm over all ranks adds up in their order.
         of_others = context.group.size > 1 and strategy.repeats_other_ranks and not settings.sync_batchnorm
         replays = settings.replay and strategy.repeats_bits and not may_round_anew
         if settings.audit is not None and not (replays and (of_others or context.group.size == 1)):
             raise SettingError(
                 f"audit='{settings.audit}' with strategy={settings.strategy!r}, reduction={settings.reduction!r}, "
-                f"sync_batchnorm={settings.sync_batchnorm}: a rank cannot compute to the same bits what another one "
-                "has computed; leave it out, or use ddp, zero or fsdp with reduction='exact'"
+                f"nondeterministic={settings.nondeterministic!r}, sync_batchnorm={settings.sync_batchnorm}: a rank "
+                "cannot compute to the same bits what another one has computed; leave it out, or use ddp, zero or fsdp "
+                "with reduction='exact'"
             )
         self._checks: Final = CheckSchedule(
             settings.check_every,

@@ -94,6 +94,10 @@ _EVERY_WAY: Final = (
     f"in a buffer of the model, carry it from step to step in run.carry, or {_AT_STEP}; what changes samples from step "
     "to step belongs into the body"
 )
+_OF_KERNELS: Final = (
+    " On a GPU a kernel may give other bits each time, too: docs/gpu.md lists operations and what to write instead, "
+    "and Run(nondeterministic='warn') gives equal bits up."
+)
 #: What to do instead, by the `Mark.rank` of what the body has changed.
 _WAYS_OUT: Final = {
     0: "Draw from the generators of torch, NumPy or Python, which Lockstep seeds for each micro-batch",
@@ -168,7 +172,7 @@ class ReplayError(UsageError):
                 "if run.counts, and give that to run.gather(...); or hold it for each sample, in the data set. "
                 f"{purpose}"
             )
-        culprits = f" The body changed {listed}." if listed else ""
+        culprits = f" The body changed {listed}." if listed else _OF_KERNELS * torch.cuda.is_initialized()
         return (
             f"{head}, and {self._difference}: the loop's body depends on something that it changes itself, which "
             f"other numbers of ranks and a resume would change differently.{culprits} {way_out}. {purpose}"

@@ -20,7 +20,7 @@ from lockstep.errors import CheckpointError, MismatchError
 from lockstep.formatting import plural, without_secrets
 from lockstep.run.setup.kernels import fp32_precision, number_formats
 from lockstep.run.source.script_modules import file_of, script_files
-from lockstep.seeding import drawn_states
+from lockstep.seeding import drawn_by_script
 from lockstep.settings import Settings
 
 #: Settings of which the bits depend.
@@ -139,7 +139,7 @@ def compare_devices(group: Group, own: str) -> None:
 
 def compare_draws(group: Group, say: Callable[[str], None]) -> None:
     """Warn if the script has drawn different random numbers on some ranks, before the run seeds all. Collective."""
-    first, *others = group.gather_objects(drawn_states(), "comparison of random numbers")
+    first, *others = group.gather_objects(drawn_by_script(), "comparison of random numbers")
     for rank, states in enumerate(others, start=1):
         if found := [name for name in {**first, **states} if states.get(name) != first.get(name)]:
             say(

@@ -3,13 +3,14 @@
 Also the format of numbers in forward passes, and the loss scaling that fp16 needs.
 
     GPU   while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
-                                   libraries choose no kernel by timing
+                                   libraries choose no kernel by timing; attention is not cuDNN's
           in backward passes       where torch has none, the run ends: gradients would have other bits each time
     CPU   before each body         as many threads as the run has: other ones are put back, and that is said
           after each body          ... else the run ends: it has computed with them
     both  where ranks compare      the formats of numbers are those with which the training began, else the run ends
 
-Torch takes the deterministic backward pass of attention only in strict mode. A whole run cannot be strict: some
+Torch takes the deterministic backward pass of attention only in strict mode, and cuDNN's attention has none: where the
+forward pass is not strict, torch chooses it by itself for bf16 and fp16 on an H100. A whole run cannot be strict: some
 operations of forward passes, on which no gradient depends, would be refused.
 """
 
@@ -52,6 +53,7 @@ class Kernels:
         formats: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._pins: Final = pins
+        self._refuses: Final = refuses
         self._strict: Final[AbstractContextManager[Any]] = _Strict() if pins and refuses else _AS_THEY_ARE
         self._before: dict[str, bool] | None = None  # the script's own flags, until the run ends
         self._threads: Final = threads
@@ -121,6 +123,8 @@ class Kernels:
         if not found["deterministic"]:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+        if self._refuses:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         # Else each new tensor is filled before its first use, which takes a tenth of a step.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if first:
@@ -128,6 +132,7 @@ class Kernels:
         said = {
             "torch.backends.cudnn.benchmark = True": found["benchmark"],
             "torch.use_deterministic_algorithms(False)": not found["deterministic"],
+            "torch.backends.cuda.enable_cudnn_sdp(True)": self._refuses and found["cudnn_attention"],
         }
         return " and ".join(name for name, is_so in said.items() if is_so)
 
@@ -145,6 +150,7 @@ class Kernels:
         if before is not None:
             torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])
             torch.backends.cudnn.benchmark = before["benchmark"]
+            torch.backends.cuda.enable_cudnn_sdp(before["cudnn_attention"])
             torch.utils.deterministic.fill_uninitialized_memory = before["fill"]  # type: ignore[attr-defined]
 
 
@@ -153,6 +159,7 @@ def _flags() -> dict[str, bool]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     }
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
-from lockstep.torch_private import pytree, storage_key, without_torch_function
+from lockstep.torch_private import compute_in_lists, pytree, storage_key, without_torch_function
 
 _IN_PLACE_OPERATORS: Final = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 
@@ -59,6 +59,9 @@ class DividedParameter(DTensor):
         copied = nn.Parameter(values, self.requires_grad) if isinstance(self, nn.Parameter) else values
         memo[id(self)] = copied
         return copied
+
+
+compute_in_lists(DividedParameter)  # else a world's optimizer would round differently from one rank's, on GPUs
 
 
 class GatheredCopy(DTensor):

@@ -125,6 +125,24 @@ def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> N
             refuse_gradient_hook(f"the parameter {name}")
 
 
+def check_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+    """Check that ``optimizer`` steps rows on a GPU as it steps the whole parameter.
+
+    Raises:
+        UsageError: for `torch.optim.Adam`, fused and with a weight decay that is added to the gradient: on an H100 with
+            torch 2.11, of all fused kernels only this one rounded tensors of other sizes differently.
+    """
+    for group in optimizer.param_groups:
+        decay = group.get("weight_decay")
+        is_added = isinstance(optimizer, torch.optim.Adam) and not group.get("decoupled_weight_decay")
+        if group.get("fused") and decay and is_added and any(isinstance(p, DTensor) for p in group["params"]):
+            raise UsageError(
+                f"Adam(fused=True, weight_decay={decay}): torch's kernel rounds the same numbers differently in "
+                "tensors of other sizes, and a rank holds rows of a parameter, so bits would depend on the number of "
+                "ranks. Leave fused=True out, take AdamW, or use ddp or zero"
+            )
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, device: torch.device, ignored_modules: str) -> None:
     """Check that ``optimizer`` can step tensors that are divided.
 

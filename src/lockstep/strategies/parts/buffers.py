@@ -45,12 +45,10 @@ class Buffers:
 
     Args:
         all_reduce: sums over the replicas.
-        group: the replicas.
-        device: of the sums, for buffers on several GPUs of a rank; None: the device of the buffers.
+        group: the replicas; its device holds the sums, also of buffers on the CPU or on other GPUs of a rank.
     """
 
-    def __init__(self, all_reduce: AllReduce, group: Group, device: torch.device | None = None) -> None:
-        self._device: Final = device
+    def __init__(self, all_reduce: AllReduce, group: Group) -> None:
         self._all_reduce: Final = all_reduce
         self._group: Final = group
         self._models: Final[list[nn.Module]] = []
@@ -303,7 +301,7 @@ class Buffers:
             moves = here if position.of == 1 else self._changes(here, [self._base[i] for i in real])
             self._fold.push((position.index, position.index + 1), self._flatten(moves))
             if self._counts is not None:
-                self._counts.add(_moves([self._buffers[i] for i in whole], [self._base[i] for i in whole]))
+                self._counts.add([self._buffers[i] for i in whole], [self._base[i] for i in whole])
         if position.last:
             if self._moving:
                 self._move_base(real, whole, position.of)
@@ -376,8 +374,8 @@ class Buffers:
     def _flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """The ``tensors`` in one tensor of one dimension and of the type of sums; complex numbers are two reals."""
         flats = [as_real(t).reshape(-1) for t in tensors]
-        whole = torch.zeros(0, dtype=self._sum_type, device=self._device)
-        return torch.cat([whole, *(flat.to(self._device or flat.device) for flat in flats)])
+        whole = torch.zeros(0, dtype=self._sum_type, device=self._group.device)
+        return torch.cat([whole, *(flat.to(self._group.device) for flat in flats)])
 
 
 class _Counts:
@@ -391,18 +389,19 @@ class _Counts:
     """
 
     def __init__(self, group: Group) -> None:
-        self._rank, self._size = group.rank, group.size
+        self._rank, self._size, self._device = group.rank, group.size, group.device
         self.low: torch.Tensor | None = None
         self.high: torch.Tensor | None = None
 
-    def add(self, move: torch.Tensor) -> None:
-        """Include the change by one micro-batch."""
+    def add(self, buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> None:
+        """Include the change of ``buffers`` from their ``bases`` by one micro-batch."""
+        move = self._moves(buffers, bases)
         self.low = move if self.low is None else torch.minimum(self.low, move)
         self.high = move if self.high is None else torch.maximum(self.high, move)
 
     def widen(self, known: Sequence[int], here: Sequence[int], like: Sequence[torch.Tensor]) -> None:
         """Extend the counts from the buffers ``known`` to ``here``, with values ``like``: new ones changed by 0."""
-        stayed = {i: _moves([one], [one]) for i, one in zip(here, like, strict=True)}
+        stayed = {i: self._moves([one], [one]) for i, one in zip(here, like, strict=True)}
         sizes = [stayed[i].numel() for i in known]
 
         def widened(flat: torch.Tensor | None) -> torch.Tensor:
@@ -419,6 +418,10 @@ class _Counts:
             parts = (ends & _PART, ends >> _BITS & _PART, ends >> 2 * _BITS)
             row[self._rank] = torch.cat([ends.new_ones(1), *parts])
         return row.view(-1)
+
+    def _moves(self, buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> torch.Tensor:
+        moves = foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
+        return torch.cat([move.reshape(-1).to(self._device) for move in moves])
 
     def agreed(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The least and the greatest change of each integer over all ranks, from the sum of the ranks' rows."""
@@ -444,12 +447,6 @@ def _refuse_changed_registrations(names: set[str]) -> None:
 
 def _has_mean(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _moves(buffers: Sequence[torch.Tensor], bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The changes of integer buffers, in one dimension."""
-    moves = foreach_sub([b.long() for b in buffers], [b.long() for b in bases])
-    return torch.cat([move.reshape(-1) for move in moves])
 
 
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

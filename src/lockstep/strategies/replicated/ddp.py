@@ -112,7 +112,7 @@ class Ddp(Strategy):
         self.repeats_step = isinstance(self._compression, Uncompressed)
         # With compression, each rank holds gradients that are not sent yet.
         self.state_part = StatePart(0, 1, self.state_layout) if isinstance(self._compression, Uncompressed) else None
-        self._buffers: Final = Buffers(self._all_reduce, group, group.device)
+        self._buffers: Final = Buffers(self._all_reduce, group)
         self._native: Final = NativeAllReduce(group)  # for gradients that DDP does not reduce
         self._models: Final[list[DdpReducer]] = []
         self._names: dict[int, str] = {}  # of the parameters that DDP waits for

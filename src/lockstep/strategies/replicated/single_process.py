@@ -64,7 +64,7 @@ class SingleProcess(Strategy):
         self.state_part = StatePart(0, 1, self.state_layout)
         self._group: Final = group
         self._exact: Final = exact
-        self._buffers: Final = Buffers(open_all_reduce(group, runs), group, group.device)
+        self._buffers: Final = Buffers(open_all_reduce(group, runs), group)
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}
 
     def setup_model(self, model: nn.Module, *, find_unused_parameters: bool, static_graph: bool = False) -> nn.Module:

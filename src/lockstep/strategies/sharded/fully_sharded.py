@@ -133,6 +133,7 @@ class FullySharded(Strategy):
         self._options: Final = options
         self._name: Final = name
         self._say: Final = context.say
+        self._exact: Final = context.exact
         self._shard_groups: Final = ShardGroups(group, ranks)
         self._reduce_scatter: Final = open_reduce_scatter(self._shard_groups, context.runs, exact=context.exact)
         self._gather: Final = open_gather(self._shard_groups)
@@ -273,10 +274,13 @@ class FullySharded(Strategy):
         """Check that ``optimizer`` can step tensors that are divided.
 
         Raises:
-            UsageError: for a fused optimizer on CPUs, or an optimizer that steps divided and whole parameters at once.
+            UsageError: for a fused optimizer on CPUs, an optimizer that steps divided and whole parameters at once, or
+                one that rounds rows differently.
         """
         if self._operations is not None:
             checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
+            if self._exact:
+                checks.check_fused_kernel(optimizer)
             if any(p.dtype.itemsize < 4 for p in parameters_of(optimizer)):
                 self._operations.handle_scaled_sums()
 
