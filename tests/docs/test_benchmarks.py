@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from campaign import GROUPS, KINDS, is_named, plan
 from faulty_files import WRITE, FaultyFiles
@@ -87,6 +88,23 @@ def test_price(tmp_path):
     assert any(name.endswith("ranks, a half") for name in seen)
     assert all(rate > 0 for rates in seen.values() for rate in rates)
     assert len(shown.splitlines()) == 3 + len(seen)
+
+
+@pytest.mark.campaign
+def test_gpu_step(tmp_path):
+    """Of sizes that a CPU can do."""
+    found, shown = measured(tmp_path, "gpu_step.py", "--models", "gpt2", "--parts", "2", "--steps", "2")
+    ways = found["seen"]["gpt2, 2"]
+    assert list(ways) == ["plain", "deterministic", "lockstep"]
+    assert all(step > 0 for way in ways.values() for step in way["step_s"])
+    assert len(shown.splitlines()) == 2 + len(ways) + 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.campaign
+def test_gpu_facts(tmp_path):
+    found, _ = measured(tmp_path, "gpu_facts.py")
+    assert found["rows under AdamW, fused"] == found["rows under SGD, fused"] == "same bits"
 
 
 @pytest.mark.campaign
