@@ -119,12 +119,17 @@ def test_one_worker_searches_there(place):
     ("words", "instead"),
     [
         (("-m", "lockstep", "run", "train.py", "1"), "python train.py"),
-        (("-m", "lockstep", "run", "--nproc-per-node", "2", "train.py", "1"), "python train.py"),
+        pytest.param(
+            *(("-m", "lockstep", "run", "--nproc-per-node", "2", "train.py", "1"), "python train.py"),
+            marks=pytest.mark.campaign,
+        ),
         (("-m", "lockstep", "tune", "search.py"), "python search.py, without workers="),
         (("workers.py",), "python search.py, without workers="),
         (("-c", "import lockstep; lockstep.launch(print, ranks=2)"), "python train.py"),
         (("-m", "lockstep", "verify", "train.py", "--", "1"), "python train.py"),
-        (("-m", "lockstep", "bench", "train.py", "--", "1"), "python train.py"),
+        pytest.param(
+            *(("-m", "lockstep", "bench", "train.py", "--", "1"), "python train.py"), marks=pytest.mark.campaign
+        ),
     ],
 )
 def test_what_starts_ranks_says_that_it_needs_linux(place, words, instead):

@@ -195,13 +195,14 @@ def test_a_package_shuffles_alike_on_any_world_and_in_any_process(monkeypatch, m
     # Told to one process alone, `webdataset` refuses it, unless it is told how to divide by node.
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for world in (1, 2, 3):
+    # With loader processes each world takes seconds: one rank and the most of them, then two, whose shards are uneven.
+    for world in (1, 3) if workers else (1, 2, 3):
         assert read(stream, world, epoch=epoch, workers=workers, shuffle=False) == expected
     # Divided by shard: in another order, but the same samples.
     divided = read(stream, 1, epoch=epoch)
     assert divided != expected
     assert sorted(chain(*divided.values())) == sorted(chain(*expected.values()))
-    for world in (2, 3):
+    for world in (2,) if workers else (2, 3):
         assert read(stream, world, epoch=epoch, workers=workers) == divided
     for order, options in ((expected, {"shuffle": False}), (divided, {})):
         rest = {place: data for place, data in order.items() if place[0] >= 4}
@@ -224,7 +225,7 @@ def train(make, seed, workers, directory=None, until=None, resume=None):
     with pytest.MonkeyPatch.context() as patch:
         if resume:
             patch.setenv("LOCKSTEP_RESUME", "1")
-        with Run(checkpoint=directory) as run:
+        with Run(checkpoint=directory, replay=False) as run:
             model = run.model(Trace())
             run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-5))
             batches = run.loader(make(**seed), global_batch=6, micro_batch=2, workers=workers, collate_fn=numbers)

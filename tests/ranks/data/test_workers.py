@@ -140,7 +140,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "when"), [("fork", "early"), ("fork", "late"), ("forkserver", "early")])
+@pytest.mark.parametrize(
+    ("method", "when"),
+    [("fork", "early"), ("fork", "late"), pytest.param("forkserver", "early", marks=pytest.mark.campaign)],
+)
 def test_a_worker_ends_with_its_rank_however_it_began_and_when(tmp_path, method, when):
     script = tmp_path / "rank.py"
     script.write_text(ONE_WORKER)

@@ -93,7 +93,7 @@ RUN_HANGS = """
                 time.sleep(1000)
             return torch.full((4,), float(index))
 
-    with lockstep.Run(seed=0) as run:
+    with lockstep.Run(seed=0, replay=False) as run:
         model = run.model(torch.nn.Linear(4, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-5))
         numbers = run.loader(Numbers(), global_batch=8, micro_batch=4, shuffle=False, workers=0)
@@ -110,7 +110,7 @@ SLOW_TRACKER = """
             time.sleep(8)
             print("the tracker has", step)
 
-    with lockstep.Run(track=Slow()) as run:
+    with lockstep.Run(track=Slow(), replay=False) as run:
         model = run.model(torch.nn.Linear(4, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=1e-5))
         for epoch in run.epochs(1):

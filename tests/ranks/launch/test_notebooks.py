@@ -164,7 +164,7 @@ def test_an_interrupted_search_leaves_no_worker_behind_and_goes_on(kernel, works
     assert more.text().splitlines()[-1] == "12"
 
 
-@pytest.mark.parametrize("how", ["restarted", "killed"])
+@pytest.mark.parametrize("how", [pytest.param("restarted", marks=pytest.mark.campaign), "killed"])
 def test_ranks_end_with_their_kernel(kernel, workshop, how):
     ended = []
 

@@ -32,7 +32,7 @@ TRAINS = """
     from pathlib import Path
     import torch, lockstep
 
-    with lockstep.Run(seed=1, save_every="10 steps") as run:
+    with lockstep.Run(seed=1, save_every="10 steps", replay=False) as run:
         model = run.model(torch.nn.Linear(4, 1))
         run.optimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
         batches = run.loader(torch.sin(torch.arange(320.0)).reshape(80, 4), global_batch=4, micro_batch=2, workers=0)
@@ -109,7 +109,7 @@ def test_a_rank_that_dies_in_its_update_costs_no_mirrored_step_where_no_restart_
     assert max(saved) == 23, ended.err
 
 
-@pytest.mark.parametrize("name", ["SIGHUP", "SIGQUIT"])
+@pytest.mark.parametrize("name", ["SIGHUP", pytest.param("SIGQUIT", marks=pytest.mark.campaign)])
 def test_a_signal_to_every_process_of_a_job_at_once_stops_it_with_a_checkpoint(workshop, hit, name):
     launcher = workshop.start("--nproc-per-node", 2, "--run-dir", "r", workshop.script(TRAINS), NAME="a")
     wait_until(lambda: (workshop.here / "step").exists() and int(workshop.wait_for_file("step")) >= 13, "step 13")

@@ -70,7 +70,9 @@ def alone(tmp_path_factory):
     return transcript_of(tmp_path_factory.mktemp("alone"), 1)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(2, "ddp"), (3, "ddp"), (2, "zero"), (3, "fsdp")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [pytest.param(2, "ddp", marks=pytest.mark.campaign), (3, "ddp"), (2, "zero"), (3, "fsdp")]
+)
 def test_they_are_equal_on_any_world(tmp_path, alone, ranks, strategy):
     other = transcript_of(tmp_path, ranks, strategy=strategy)
     assert first_difference(alone, other) is None
