@@ -17,13 +17,12 @@ from lockstep.launch.run_dir.owned_directory import (
 from waiting import wait_until
 
 #: Rank 0, and a copy of it as a loader process is one, leave segments as torch does where it is killed in between.
-#: A file with the name of that package in it would have it imported for each start.
 LEAVES = """
     import os, time
     from pathlib import Path
 
     def leave():
-        Path("/dev/shm/TORCH_".lower() + f"{os.getpid()}_1_0").touch()
+        Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()
         Path(f"left-{os.getpid()}").touch()
 
     if os.environ["RANK"] == "0":
