@@ -18,6 +18,7 @@ _NO_KERNEL = frozenset(
     t slice select split split_with_sizes unbind unsqueeze squeeze empty empty_like empty_strided new_empty
     new_empty_strided _local_scalar_dense device diagonal chunk resize_ set_ record_stream""".split()  # noqa: SIM905
 )
+_COPIES = ("copy_", "_to_copy", "_foreach_copy_")
 _WAITS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "is_nonzero")
 #: One launch of a foreach kernel takes at least this many tensors, and chunks of `_CHUNK` elements; of a `cat`, inputs.
 _TENSORS, _CHUNKS, _CHUNK, _INPUTS = 64, 320, 1 << 16, 128
@@ -35,9 +36,9 @@ class Costs(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::").removeprefix("prim::")
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         moves = _devices(tensors) | _devices([torch.empty(1, device=kwargs["device"])] if kwargs.get("device") else [])
-        waits = name in _WAITS or (
-            len(moves) > 1 and name in ("copy_", "_to_copy", "_foreach_copy_") and not _is_free(args, kwargs)
-        )
+        if len({t.device.type for t in tensors if t.dim() or name == "cat"}) > 1 and name not in _COPIES:
+            raise RuntimeError(f"{name}: a GPU computes with no tensor of the CPU but a number, not with an empty one")
+        waits = name in _WAITS or (len(moves) > 1 and name in _COPIES and not _is_free(args, kwargs))
         if waits:
             self.waited.append(name)
         if tensors and tensors[0].is_meta and name in ("_local_scalar_dense", "equal"):

@@ -66,6 +66,16 @@ class Arrived:
         self.read = [math.nan, *[1.0] * (len(values) - 1)].copy if len(values) > 1 else [1.0].copy
 
 
+def test_a_tensor_of_the_cpu_among_those_of_a_device_is_an_error_as_on_a_gpu():
+    """Also an empty one, which tensors that hold nothing would let pass; a number of no dimension is an argument."""
+    there = torch.ones(3, device=DEVICE)
+    with Costs():
+        (there * torch.tensor(2.0)).copy_(torch.ones(3))
+        for others in (torch.zeros(0), torch.ones(3)):
+            with pytest.raises(RuntimeError, match=r"^cat: a GPU computes with no tensor of the CPU"):
+                torch.cat([there, others])
+
+
 def test_the_values_that_are_read_are_those_of_the_text_that_is_said():
     said = []
     checks = NonFiniteChecks("warn", 0, said.append, lambda: None, read_later=Arrived)
