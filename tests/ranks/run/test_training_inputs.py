@@ -1107,8 +1107,16 @@ def test_a_variable_that_a_schedule_depends_on_is_missed_after_a_resume(tmp_path
 
 METER = """
     class Meter:
+        @staticmethod
+        def half(number): return number / 2
         def __init__(self): self.n, self.values = 0, []
         def update(self, value): self.n += 1; self.values.append(value)
+    class Totals:
+        seen = 0
+        @classmethod
+        def add(cls, number): cls.seen += number
+        @classmethod
+        def mean(cls): return cls.seen / 16
 """
 REPORT = """
 def report(run, number): run.log(number=number)
@@ -1118,6 +1126,20 @@ def accuracy(run, model, batches):
     for x, y in run.evaluate(batches):
         right += (model(x).argmax(1) == y).sum().item()
     return right / 16
+def guesses(run, model, batches):
+    for x, y in run.evaluate(batches):
+        yield model(x).argmax(1), y
+def labels(run, model, batches):
+    yield from run.evaluate(batches)
+def sums(run, model, batches):
+    for _ in range(2):
+        total = 0
+        for x, y in run.evaluate(batches):
+            total += len(y)
+        yield run.sum(total)
+def picture(numbers):
+    axes = matplotlib.figure.Figure().subplots()
+    axes.plot(numbers)
 """
 EVALUATED = "seen = 0\nfor x, y in run.evaluate(batches):\n    seen += int((model(x).argmax(1) == y).sum())\n"
 #: What is added up in the body, what is told after the loop, and the place that is named.
@@ -1162,6 +1184,29 @@ TOLD = {
         "pass",
         "print(sum(y.sum() for x, y in run.evaluate(batches)))",
         "print(...) is computed from what line",
+    ),
+    "of a class": ("Totals.add(len(x))", "run.log(mean=Totals.mean())", "Totals.seen, which run.log(mean=...)"),
+    "by a static method": ("seen += len(x)", "run.log(half=meter.half(seen))", "seen, which run.log(half=...)"),
+    "a generator's items": (
+        "pass",
+        "print(len(list(guesses(run, model, batches))))",
+        "print(...) is computed from what",
+    ),
+    "made of a generator's items": (
+        "pass",
+        "right = [int((p == y).sum()) for p, y in guesses(run, model, batches)]\nprint(sum(right))",
+        "print(...) is computed from what line",
+    ),
+    "an evaluation handed on": (
+        "pass",
+        "print([int(y.sum()) for x, y in labels(run, model, batches)])",
+        "print(...) is computed from what line",
+    ),
+    "drawn": ("history.append(len(x))", "picture(history)", "history, which axes.plot(...)"),
+    "drawn at once": (
+        "history.append(len(x))",
+        "matplotlib.figure.Figure().gca().bar(range(len(history)), history)",
+        "history, which bar(...)",
     ),
     # What decides alike on all ranks now and then, and otherwise on one rank: each has its part of the sum.
     "a rate": (
@@ -1216,6 +1261,14 @@ NOT_PARTS = {
         "pass",
         "print(run.sum(sum(y.sum().item() for x, y in run.evaluate(batches))))",
     ),
+    "a generator's items brought together": (
+        "pass",
+        "parts = run.gather([len(y) for p, y in guesses(run, model, batches)])\nprint(sum(map(sum, parts)))",
+    ),
+    "what a generator gives after a loop": ("pass", "print(list(sums(run, model, batches)))"),
+    "drawn of all ranks": ("history.append(len(x))", "picture([n for part in run.gather(history) for n in part])"),
+    "drawn of metrics": ("run.measure(seen=1.0)", "history.append(run.metrics['seen'])\npicture(history)"),
+    "of an object's own class": ("pass", "Totals.add(1)\nprint(Totals.mean())"),
     "names of two loops": ("pass", f"{EVALUATED}if epoch == 9:\n    break"),
     "of each rank, as a name says": (
         "pass",
@@ -1264,7 +1317,7 @@ def logged(tmp_path, body, after, at_step="pass"):
     setup = (
         METER
         + REPORT.replace("\n", "\n    ")
-        + "\n    import copy, csv, io, json, logging, types\n    import torch.distributed as dist"
+        + "\n    import copy, csv, io, json, logging, types, matplotlib.figure\n    import torch.distributed as dist"
     )
     before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
     done = f"loss = F.cross_entropy(model(x), y)\nif run.step(loss):\n    steps += 1\n    {at_step}"

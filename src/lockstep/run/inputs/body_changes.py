@@ -297,6 +297,17 @@ def gives_micro_batches(context: Context, call: Call, methods: Collection[str] =
     return False
 
 
+def yields_of_turn(context: Context) -> int:
+    """The line at which a generator gives what it makes of a micro-batch; 0 if there is none."""
+    if is_of_all_ranks(context, context.reads.returned):
+        return 0
+    calls = [use for use in context.reads.uses if use.read is not None and gives_micro_batches(context, use.read)]
+    loops = [loop for loop in context.reads.loops if any(use.line == loop.first for use in calls)]
+    bodies = [*((loop.first, loop.last) for loop in loops), *((use.line, use.line) for use in calls)]
+    lines = (line for line in context.reads.yields if any(first <= line <= last for first, last in bodies))
+    return next(lines, 0)
+
+
 def _leads_to(context: Context, reads: Iterable[Read], path: Path) -> bool:
     """Whether ``reads`` are computed from the value at ``path``, or from a part of that value."""
     length = len(path.attributes)

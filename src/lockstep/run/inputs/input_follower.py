@@ -29,6 +29,7 @@ from lockstep.run.inputs.body_changes import (
     is_of_last_body,
     is_of_turn,
     reached_values,
+    yields_of_turn,
 )
 from lockstep.run.inputs.input_places import (
     FOLLOWED,
@@ -571,6 +572,8 @@ class InputFollower:
             if inner is None:
                 return False
             reads = tuple(inner.reads.returned)
+            if given.kind == "told" and (line := yields_of_turn(inner)):
+                self.found.note_own(given.what, line, "what line {} yields")
             if inner.code in self.running and given.kind == "told":
                 self.take(self.running[inner.code], given._replace(reads=reads))
             if callee.function.__name__ == "__init__" and inner.reads.parameters and inner.reads.parameters.args:

@@ -84,6 +84,8 @@ _TELLS: Final = {
     *("log", "say", "report", "measure"),
     *("set_postfix", "set_postfix_str", "set_description"),
 }
+#: Packages whose functions and methods draw what they are given; a reader sees that picture later.
+_DRAWING: Final = {"matplotlib", "seaborn", "plotly", "altair", "bokeh"}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
 
 
@@ -246,9 +248,10 @@ def _given_in(
     method = path.attributes[-1] if isinstance(path, Path) and path.attributes else ""
     owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
-    is_told = follower.is_of_reader and (method or what[:-5]) in _TELLS
+    is_drawn = follower.is_of_reader and _draws(context, call.function)
+    is_told = is_drawn or (follower.is_of_reader and (method or what[:-5]) in _TELLS)
     if is_told and not callees_of(context, call):  # else the script's own function tells
-        is_kept = call.method in (*_WRITES, *_WRITES_PARTS) and not context.covers(call.line)
+        is_kept = (is_drawn or call.method in (*_WRITES, *_WRITES_PARTS)) and not context.covers(call.line)
         # A file is read later, so whether the file is written counts, too.
         is_file = is_kept and call.method in _WRITES
         if call.method.startswith("to_") or call.method == "tofile":
@@ -319,6 +322,26 @@ def _given_in(
                 needed = []
                 follower.take(inner, end, needed)
                 yield end._replace(reads=(*needed, *conditions))
+
+
+def _draws(context: Context, called: Iterable[Read], depth: int = 4) -> bool:
+    """Whether a called function, or the object whose method is called, is of a package that draws.
+
+    Or made by such a function: ``figure, axes = plt.subplots()``.
+    """
+    for read in called:
+        if isinstance(read, Path):
+            values = (context.value_of(read), context.value_of(read.owner) if read.attributes else NOTHING)
+            names = (attribute_of(values[0], "__module__"), type(values[1]).__module__)
+            if any(isinstance(name, str) and name.partition(".")[0] in _DRAWING for name in names):
+                return True
+            made = (part for part in context.reads.bound_to.get(read.root, ()) if values[0] is NOTHING)
+            makers = [one for one in flat(part for each in made for part in each) if isinstance(one, Call)]
+        else:
+            makers = [read] if isinstance(read, Call) else []
+        if depth and any(_draws(context, maker.function, depth - 1) for maker in makers):
+            return True
+    return False
 
 
 def _choosing(context: Context, loader: tuple[Read, ...]) -> tuple[Read, ...]:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 from lockstep.run.source.line_calls import MEMO
 from lockstep.run.source.script_functions import Argument, Callee, Context, is_of
 from lockstep.run.source.script_modules import is_script
-from lockstep.run.source.script_places import NOTHING, attribute_of, attributes_of
+from lockstep.run.source.script_places import NOTHING, attribute_of, attributes_of, is_static
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import ITEMS, Call, Choice, Counted, Lines, Read, Text
 from lockstep.torch_private import forward_hooks, step_hooks
@@ -176,6 +176,7 @@ def _find_named(context: Context, call: Call) -> list[Callee]:
         if not path.attributes:
             return of_script(value, None)
         is_method = not is_of(owner, ModuleType, type) and path.attributes[-1] not in attributes_of(owner)
+        is_method = is_method and not is_static(owner, path.attributes[-1])
         return of_script(value, Argument((path.owner,), owner) if is_method else None)
     return _called(value, path.text)
 
@@ -187,7 +188,12 @@ def _called(value: object, text: str) -> list[Callee]:
         return [callee for name, one in named for callee in computing(one, name)]
     if isinstance(value, type):
         return of_script(getattr(value, "__init__", None), Argument((), NOTHING))
-    return called_by(value, type(value.__self__).__name__ if isinstance(value, MethodType) else text)
+    return called_by(value, _owner_of(value) if isinstance(value, MethodType) else text)
+
+
+def _owner_of(method: MethodType) -> str:
+    own = method.__self__
+    return own.__name__ if isinstance(own, type) else type(own).__name__
 
 
 def objects_called(context: Context, call: Call) -> list[object]:

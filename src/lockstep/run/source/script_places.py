@@ -13,7 +13,7 @@ import operator
 import os
 from collections import deque, namedtuple
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from types import CellType, FrameType, MemberDescriptorType
+from types import CellType, FrameType, MemberDescriptorType, MethodType
 from typing import Any, Final, NamedTuple
 
 from torch import nn
@@ -146,22 +146,25 @@ def attribute_of(value: object, name: str) -> object:
         return NOTHING
     if is_key(name):
         return _item_of(value, ast.literal_eval(name[1:-1]))
-    own = dict_of(value) or {}
+    is_class = issubclass(type(value), type)
+    own = {} if is_class else dict_of(value) or {}
     if name in own:
         return own[name]
     if issubclass(type(value), nn.Module):
         for part in _parts_of_module(own):
             if name in part:
                 return part[name]
-    kinds: Iterable[type] = value.__mro__ if issubclass(type(value), type) else type(value).__mro__  # type: ignore[attr-defined]
+    kinds: Iterable[type] = value.__mro__ if is_class else type(value).__mro__  # type: ignore[attr-defined]
     for kind in kinds:
         found = vars(kind).get(name, NOTHING)
         if found is NOTHING:
             continue
         if isinstance(found, functools.cached_property):
             return None  # not made yet
-        if isinstance(found, staticmethod | classmethod):
+        if isinstance(found, staticmethod):
             return found.__func__
+        if isinstance(found, classmethod):
+            return MethodType(found.__func__, value if is_class else type(value))
         if isinstance(found, (MemberDescriptorType, _FIELD)):
             try:
                 return found.__get__(value)
@@ -169,6 +172,11 @@ def attribute_of(value: object, name: str) -> object:
                 return NOTHING
         return found
     return NOTHING
+
+
+def is_static(value: object, name: str) -> bool:
+    """Whether an attribute of an object is a static method of its class."""
+    return any(isinstance(vars(kind).get(name), staticmethod) for kind in type(value).__mro__)
 
 
 def _item_of(value: Any, key: object) -> object:

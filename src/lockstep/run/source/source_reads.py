@@ -175,6 +175,7 @@ class Reads:
     bound_to: dict[str, list[tuple[Read, ...]]] = field(default_factory=dict)  #: the same of a variable, by assignments
     filled_from: dict[str, list[Read]] = field(default_factory=dict)  #: by a variable: what its methods are given
     returned: list[Read] = field(default_factory=list)
+    yields: list[int] = field(default_factory=list)  #: lines at which a generator gives an item
     raises: list[Read] = field(default_factory=list)  #: the conditions under which it raises an exception
     uses: list[Use] = field(default_factory=list)
     exits: list[list[Read]] = field(default_factory=lambda: [[]])  #: by loop: the conditions under which it is left
@@ -455,6 +456,7 @@ class _Reader:
             case ast.Yield(value=ast.expr() as value) | ast.YieldFrom(value=value):
                 read = self.expression(value)
                 self.reads.returned += self._guarded((*read, *self._conditions))
+                self.reads.yields.append(node.lineno)
                 return read
             case _:
                 return [read for child in ast.iter_child_nodes(node) for read in self._child(child)]
