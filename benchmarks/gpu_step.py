@@ -14,7 +14,6 @@ tiny, and the counts mean nothing.
 import argparse
 import contextlib
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,8 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, in the first block of any way
 
 import torch
 from torch import Tensor, nn

@@ -9,6 +9,9 @@ import os
 # Else `torch.cuda.is_available()` starts CUDA in this process, and its copies, such as the ranks of a notebook, see no
 # GPU.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# Torch asks for it once, before the first product of matrices on a GPU, which may stand before `Run(...)`: without it
+# cuBLAS gives other bits each time, and torch refuses it in strict backward passes.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 __version__ = "0.1.0"
 

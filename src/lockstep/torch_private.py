@@ -7,6 +7,8 @@ that lacks what the strategy needs. All were tried with torch 2.13.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -190,6 +192,23 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[MutableMapping[int, ob
     """The hooks before and after ``optimizer.step()`` by their numbers. Without it, the script's hooks are not seen."""
     before, after = (getattr(optimizer, name, {}) for name in STEP_HOOKS)
     return before, after
+
+
+_INDUCTOR, _INDUCTOR_DETERMINISTIC = "torch._inductor.config", "TORCHINDUCTOR_DETERMINISTIC"
+
+
+def compiles_by_timing() -> bool:
+    """Whether `torch.compile` may choose among kernels by how long they take, which differs from time to time."""
+    if (config := sys.modules.get(_INDUCTOR)) is not None:
+        return not config.deterministic
+    return os.environ.get(_INDUCTOR_DETERMINISTIC) != "1"
+
+
+def compile_by_timing(*, allowed: bool) -> None:
+    """Set `compiles_by_timing`, without loading the compiler, which takes a second."""
+    if (config := sys.modules.get(_INDUCTOR)) is not None:
+        cast(Any, config).deterministic = not allowed
+    os.environ[_INDUCTOR_DETERMINISTIC] = str(int(not allowed))
 
 
 def compute_in_lists(kind: type[torch.Tensor]) -> None:

@@ -1,6 +1,7 @@
 """The private names of torch and of Python that Lockstep uses are there, and do what Lockstep takes them to do."""
 
 import argparse
+import importlib
 import inspect
 import subprocess
 import sys
@@ -222,6 +223,22 @@ def try_own_buffers():
     layer = nn.BatchNorm1d(2)
     torch_private.own_buffers(layer)["running_mean"] = torch.ones(2)
     assert layer.running_mean.sum() == 2
+
+
+@row
+def try_compiles_by_timing():
+    for loaded in (False, True):
+        before = torch_private.compiles_by_timing()
+        torch_private.compile_by_timing(allowed=not before)
+        assert torch_private.compiles_by_timing() is not before
+        torch_private.compile_by_timing(allowed=before)
+        if not loaded:
+            importlib.import_module("torch._inductor.config")
+
+
+@row
+def try_compile_by_timing():
+    try_compiles_by_timing()
 
 
 @row

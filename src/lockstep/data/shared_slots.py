@@ -73,7 +73,7 @@ class _Region:
         if room_for * size > (free := _free_bytes()):
             raise RuntimeError(f"{free} bytes of shared memory are free, and {room_for} times {size} are wanted")
         storage = shared_storage(size)
-        memory = torch.empty(0, dtype=torch.uint8).set_(storage)
+        memory = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         memory[:slots] = 0
         return cls(memory, slots)
 

@@ -145,9 +145,9 @@ def _lock(file: int) -> str:
 def _bits(device: torch.device) -> str:
     """The digest of a small step's gradients, which equal devices with equal libraries compute alike."""
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, 3, 16, 16, generator=generator).to(device)
-    kernel = torch.randn(8, 3, 3, 3, generator=generator).to(device).requires_grad_()
-    weights = torch.randn(8 * 14 * 14, 8, generator=generator).to(device).requires_grad_()
+    images = torch.randn(4, 3, 16, 16, generator=generator, device="cpu").to(device)
+    kernel = torch.randn(8, 3, 3, 3, generator=generator, device="cpu").to(device).requires_grad_()
+    weights = torch.randn(8 * 14 * 14, 8, generator=generator, device="cpu").to(device).requires_grad_()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.backends.cudnn.flags(deterministic=True, benchmark=False):

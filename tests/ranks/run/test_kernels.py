@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import lockstep
 from lockstep.errors import MismatchError, UsageError
@@ -81,6 +82,24 @@ def test_a_backward_pass_without_a_deterministic_kernel_is_refused_with_its_name
         torch.ones(3).put_(torch.tensor([0]), torch.tensor([1.0]))  # elsewhere, torch warns
     with pytest.raises(RuntimeError, match="another error"), kernels.backward():
         raise RuntimeError("another error")
+
+
+def test_a_forward_pass_without_a_deterministic_kernel_is_refused_with_its_name(kernels):
+    """Of what torch refuses no backward pass of; outside of a loss it computes, as for a metric."""
+    x = torch.ones(2, 3, 4, 4, requires_grad=True)
+    maps = F.cross_entropy(x, torch.zeros(2, 4, 4, dtype=torch.long))
+    for loss, name in ((maps, "nll_loss2d"), (x.flatten().cumsum(0).sum(), "cumsum"), (x.median(1)[0].sum(), "median")):
+        with pytest.raises(UsageError, match=rf"^{name}.* has no deterministic kernel on this device"):
+            kernels.examine(loss, is_checked=True)
+    kernels.examine(F.cross_entropy(x.flatten(1), torch.zeros(2, dtype=torch.long)), is_checked=True)
+    kernels.examine((x * x.detach().cumsum(0)).sum(), is_checked=True)
+    Kernels(pins=False, refuses=True).examine(maps, is_checked=True)
+    Kernels(pins=True, refuses=False).examine(maps, is_checked=True)
+    fresh = Kernels(pins=True, refuses=True)
+    for _ in range(2):
+        with pytest.raises(UsageError):
+            fresh.examine(maps, is_checked=False)
+    fresh.examine(maps, is_checked=False)
 
 
 def test_where_the_user_says_so_torch_warns(kernels):

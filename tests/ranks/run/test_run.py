@@ -448,3 +448,29 @@ def test_on_any_world(tmp_path):
 def test_a_leader_that_fails_first_fails_all():
     (messages,) = on_world(2, [(not_downloaded,)])
     assert messages == ["no such page", "the leader of this node failed inside run.leader_first(); see its error"]
+
+
+def trained_on_by_default(device):
+    """The model, the metrics and the losses of a run whose script makes tensors on ``device`` unless it says where."""
+    with Run(seed=1, clip_norm=0.5, track="none") as run, torch.device("cpu"):
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 2))
+        data = torch.randn(26, 3), torch.arange(26) % 2
+        with torch.device(device):
+            model = run.model(net)
+            run.optimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
+            batches = run.loader(data, global_batch=8, micro_batch=2, shuffle=True)
+            for _ in run.epochs(2):
+                for x, y in run.train(batches):
+                    run.step(F.cross_entropy(model(x), y), count=len(y))
+                for x, y in run.evaluate(batches):
+                    run.measure(right=(model(x).argmax(1) == y).float(), seen=1)
+            return state_hash(run.state_dict(model)), run.metrics["right"], run.sum(2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_default_device_of_the_script_changes_nothing(ranks):
+    """Of a device that holds nothing, so that each tensor made there by mistake ends the run."""
+    calls = [(trained_on_by_default, "cpu"), (trained_on_by_default, "meta")]
+    by_cpu, by_default = on_world(ranks, calls)
+    assert by_default == by_cpu
+    assert len(by_cpu[0][0]) == 64

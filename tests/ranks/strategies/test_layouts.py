@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.errors import UsageError
+from lockstep.launch_contract import RESUME
 from lockstep.run import Run
 from lockstep.testing import state_hash
 from worlds import WITHOUT_REPLAYS, error_of, on_world
@@ -358,3 +359,37 @@ def test_what_cannot_be_summed_is_refused_by_name():
             assert message.startswith(says), (strategy, kind, message)
     for message in losses:
         assert message.startswith("the gradient of a parameter of shape (20, 3) is sparse, and it belongs to no nn.Emb")
+
+
+def fused_in(strategy, directory=None, epochs=2):
+    """The model that a fused AdamW trains, whose convolutions have their channels last."""
+    saves = {} if directory is None else {"checkpoint": directory, "save_every": "1 epoch"}
+    with Run(seed=0, strategy=strategy, track="none", **saves) as run:
+        staged = strategy.startswith("pipeline")
+        layers = [nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7 * 16, 4)]
+        modules = [layer.to(memory_format=torch.channels_last) for layer in layers]
+        model = run.model(modules if staged else nn.Sequential(*modules))
+        run.optimizer(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
+        batches = run.loader((random(32, 3, 8, 8), words(32, of=4)), global_batch=8, micro_batch=2)
+        loss = nn.CrossEntropyLoss()
+        for _ in run.epochs(epochs):
+            for x, y in run.train(batches):
+                if staged:
+                    run.step(loss, x, y)
+                else:
+                    run.step(F.cross_entropy(model(x), y))
+        state = run.state_dict(model)
+        return state_hash([*state.values()]) if run.leads else None
+
+
+def test_a_fused_optimizer_has_the_bits_of_one_rank_where_channels_are_last(tmp_path):
+    """Its kernel reads gradients and moments as they lie in memory, and rounds differently where these differ."""
+    (alone,), _ = on_world(1, [(fused_in, "none"), (fused_in, "none", str(tmp_path / "r"), 1)])
+    ((again,),) = on_world(1, [(fused_in, "none", str(tmp_path / "r"))], env={RESUME: "1"})
+    assert again == alone, "after a resume"
+    assert len(alone) == 64
+    served = ["ddp", "zero", "parameter-server:servers=1", "hybrid:servers=1"]
+    for strategy, found in zip(served, on_world(3, [(fused_in, one) for one in served]), strict=True):
+        assert found[0] == alone, strategy
+    ((piped, *_),) = on_world(4, [(fused_in, "pipeline:stages=2")])
+    assert piped == alone

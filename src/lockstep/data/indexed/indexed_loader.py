@@ -320,7 +320,7 @@ class TensorSource(BatchSource):
         self._sampler = sampler
 
         def take(indices: list[int]) -> Data:
-            return self._columns.take(self._columns.arranged(torch.tensor(indices)))
+            return self._columns.take(self._columns.arranged(torch.tensor(indices, device="cpu")))
 
         self.data_loader = open_loader(
             SeededDataset(dataset, take),
@@ -348,7 +348,7 @@ class TensorSource(BatchSource):
     @override
     def look(self, indices: list[int]) -> int:
         self._columns = columns = self._columns_now()
-        return checksum(columns.take(columns.arranged(torch.tensor(indices))))
+        return checksum(columns.take(columns.arranged(torch.tensor(indices, device="cpu"))))
 
     @override
     def rows_in_memory(self) -> list[Tensor]:

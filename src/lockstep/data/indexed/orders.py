@@ -118,7 +118,7 @@ class ShuffledOrder(Order):
             return range(self._length)
         if self._length > LONGEST_STORED:
             return ComputedPermutation(self._length, seed_of(self._seed, "order", epoch))
-        return torch.randperm(self._length, generator=generator_of(self._seed, epoch))
+        return torch.randperm(self._length, generator=generator_of(self._seed, epoch), device="cpu")
 
     @override
     def few(self, epoch: int) -> list[int]:
@@ -246,7 +246,7 @@ def order_of_batch_sampler(sampler: UserSampler, length: Length, seed: int) -> O
         sizes = tuple(map(len, batches))
         if 0 in sizes:
             raise DataError(f"{name} gives an empty batch at step {sizes.index(0)} of epoch {epoch}; leave it out")
-        return _Drawn(torch.cat(batches) if batches else torch.empty(0, dtype=torch.int64), sizes)
+        return _Drawn(torch.cat(batches) if batches else torch.empty(0, dtype=torch.int64, device="cpu"), sizes)
 
     return SampledOrder(name, give, seed)
 
@@ -300,7 +300,7 @@ def _indices_of(name: str, given: object, length: int) -> Tensor:
         # Outside of the try block, since an error of the user's own code is not ours to explain.
         items = list(items) if hasattr(items, "__iter__") else [items]
         try:
-            items = torch.tensor(list(map(operator.index, items)))
+            items = torch.tensor(list(map(operator.index, items)), device="cpu")
         except TypeError:
             raise DataError(
                 f"{name} gives something else than whole numbers, the indices of samples; if each item is a batch of "

@@ -115,7 +115,7 @@ def _columns_of_list(tensors: list[Tensor]) -> TensorColumns | None:
 
 
 def _part(whole: TensorColumns, indices: Sequence[int]) -> TensorColumns:
-    rows = torch.as_tensor(indices, dtype=torch.int64)
+    rows = torch.as_tensor(indices, dtype=torch.int64, device="cpu")
     length = len(whole)
     if len(rows) and not -length <= int(rows.min()) <= int(rows.max()) < length:
         raise DataError(

@@ -113,7 +113,7 @@ class DealtStream(StreamDivision):
 
     def _order(self, epoch: int) -> list[int]:
         number, generator = self._shards.stream.num_shards, generator_of(self._share.seed, epoch)
-        shards: list[int] = torch.randperm(number, generator=generator).tolist()
+        shards: list[int] = torch.randperm(number, generator=generator, device="cpu").tolist()
         return shards
 
     def _rest(self, deal: Deal) -> Reader:

@@ -165,7 +165,7 @@ class ShardOrder(Order):
     def indices(self, epoch: int) -> Indices | range:
         if not self._shuffle:
             return range(self._samples)
-        shards = torch.randperm(len(self._lengths), generator=generator_of(self._seed, epoch))
+        shards = torch.randperm(len(self._lengths), generator=generator_of(self._seed, epoch), device="cpu")
         return ShardSequence(self._lengths, shards.tolist())
 
     @override

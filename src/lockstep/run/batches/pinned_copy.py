@@ -12,7 +12,7 @@ class PinnedCopy:
 
     def __init__(self, values: torch.Tensor) -> None:
         with torch.cuda.device(values.device):
-            on_cpu = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            on_cpu = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
             self._on_cpu: Final = on_cpu.copy_(values, non_blocking=True)
             self._arrived: Final = torch.cuda.Event(blocking=True)  # else a core spins while the GPU computes
             self._arrived.record()

@@ -233,7 +233,7 @@ def _numbers_in(value: object, *, whole: bool) -> tuple[int, str] | None:
     given = [each for _, each in leaves(value) if _is_comparable(each) or (whole and type(each) is int)]
     if not given:
         return None
-    sums = checksums([torch.as_tensor(each) for each in given])
+    sums = checksums([e if isinstance(e, torch.Tensor) else torch.as_tensor(e, device="cpu") for e in given])
     return zlib.crc32(repr(sums).encode()), f"{given[0]:.6g}" if isinstance(
         given[0], int | float
     ) else "an array of numbers"

@@ -210,6 +210,7 @@ class TrainStep:
                 self._measure(value, items, position.index, target)
             if position.last:
                 self._emergency.note(self._step + 1)
+            self._kernels.examine(value, is_checked=self.replays.play is not None)
             with self._precision.backward(), self._kernels.backward():
                 scaled = self._precision.scale(value)
                 weight = self._weight(share, scaled) if weighs else None

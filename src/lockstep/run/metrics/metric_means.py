@@ -422,9 +422,9 @@ def measured(name: str, value: object, samples: int, count: int | torch.Tensor |
         number: Number = float(value)  # also a NumPy number
     else:
         try:
-            tensor = torch.as_tensor(value)
+            tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")
         except (TypeError, ValueError, RuntimeError):
-            tensor = torch.empty(0)
+            tensor = torch.empty(0, device="cpu")
         if tensor.dim():
             raise UsageError(f"measure({name}={value!r}): give a tensor with one number per sample, or one number")
         number = as_it_is(tensor)

@@ -36,6 +36,7 @@ from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
 from lockstep.run.checks.divergence import checksum, numbers
 from lockstep.run.inputs.shared_inputs import SharedInputs
+from lockstep.run.setup.kernels import nodes_of
 from lockstep.run.source.reachable import TENSOR_RANK, Mark, changed, look, script_roots
 from lockstep.run.source.script_places import Held, changed_by
 from lockstep.run.state.registered import State
@@ -462,13 +463,4 @@ SAMPLES: Final = "the samples,"  #: the name under which a micro-batch's data is
 
 def _leaves(loss: torch.Tensor) -> Iterator[Any]:
     """The nodes of autograd's graph of ``loss`` at which gradients arrive at parameters, in a fixed order."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            yield node
-        waiting.extend(following for following, _ in node.next_functions)
+    return (node for node in nodes_of(loss) if hasattr(node, "variable"))

@@ -3,7 +3,7 @@
 Also the format of numbers in forward passes, and the loss scaling that fp16 needs.
 
     GPU   while a run is open      torch takes deterministic kernels where it has some, and warns where it has none;
-                                   libraries choose no kernel by timing; attention is not cuDNN's
+                                   libraries and torch.compile choose no kernel by timing; attention is not cuDNN's
           in backward passes       where torch has none, the run ends: gradients would have other bits each time
     CPU   before each body         as many threads as the run has: other ones are put back, and that is said
           after each body          ... else the run ends: it has computed with them
@@ -17,8 +17,7 @@ operations of forward passes, on which no gradient depends, would be refused.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Final, Literal
@@ -26,12 +25,26 @@ from typing import Any, Final, Literal
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.torch_private import found_inf, set_deterministic
+from lockstep.torch_private import compile_by_timing, compiles_by_timing, found_inf, set_deterministic
 
 _REFUSED: Final = " does not have a deterministic implementation"
 _AS_THEY_ARE: Final = nullcontext()
 _NO_AUTOCAST: Final = contextlib.nullcontext()
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+#: By the name of a node of autograd's graph: an operation of a forward pass that has no deterministic kernel on a GPU,
+#: and whose backward pass torch does not refuse.
+_FORWARD: Final = {
+    "NllLoss2DBackward": "nll_loss2d, as of cross_entropy for targets of more than one dimension",
+    "MedianBackward": "median",
+    "KthvalueBackward": "kthvalue",
+    "MaxUnpool2DBackward": "max_unpool2d",
+    "MaxUnpool3DBackward": "max_unpool3d",
+    "PutBackward": "put_",
+    "CumsumBackward": "cumsum",
+}
+_EXAMINED: Final = 2  # losses, beside those of checked steps
 
 
 class Kernels:
@@ -55,6 +68,7 @@ class Kernels:
         self._pins: Final = pins
         self._refuses: Final = refuses
         self._strict: Final[AbstractContextManager[Any]] = _Strict() if pins and refuses else _AS_THEY_ARE
+        self._examined = 0
         self._before: dict[str, bool] | None = None  # the script's own flags, until the run ends
         self._threads: Final = threads
         self._formats_now: Final = formats
@@ -118,8 +132,7 @@ class Kernels:
             return ""
         found = _flags()
         first, self._before = self._before is None, self._before or found
-        # cuBLAS reads this variable when it is initialised.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        compile_by_timing(allowed=False)
         if not found["deterministic"]:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
@@ -144,11 +157,25 @@ class Kernels:
         """
         return self._strict
 
+    def examine(self, loss: torch.Tensor, *, is_checked: bool) -> None:
+        """Check that deterministic kernels computed ``loss``: the first losses, and those of checked micro-batches.
+
+        Raises:
+            UsageError: with the name of an operation that has none.
+        """
+        if not (self._pins and self._refuses and (is_checked or self._examined < _EXAMINED)):
+            return
+        self._examined += 1
+        for node in nodes_of(loss):
+            if (operation := _FORWARD.get(node.name().rstrip("0123456789"))) is not None:
+                raise _without_kernel(f"{operation}, which the loss is computed by,")
+
     def release(self) -> None:
         """Restore the script's flags from before the first `pin`; may be called twice."""
         before, self._before = self._before, None
         if before is not None:
             torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])
+            compile_by_timing(allowed=before["compiles_by_timing"])
             torch.backends.cudnn.benchmark = before["benchmark"]
             torch.backends.cuda.enable_cudnn_sdp(before["cudnn_attention"])
             torch.utils.deterministic.fill_uninitialized_memory = before["fill"]  # type: ignore[attr-defined]
@@ -159,6 +186,7 @@ def _flags() -> dict[str, bool]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "benchmark": torch.backends.cudnn.benchmark,
+        "compiles_by_timing": compiles_by_timing(),
         "cudnn_attention": torch.backends.cuda.cudnn_sdp_enabled(),
         "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     }
@@ -192,11 +220,27 @@ class _Strict:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         set_deterministic(warn_only=self._warned)
         if isinstance(error, RuntimeError) and _REFUSED in str(error):
-            raise UsageError(
-                f"{str(error).partition(_REFUSED)[0].split()[-1]}, which the backward pass calls, has no deterministic "
-                "kernel on this device: gradients would have other bits each time. Use another operation (docs/gpu.md "
-                "lists which have one), or give up equal bits by Run(nondeterministic='warn')"
-            ) from error
+            operation = str(error).partition(_REFUSED)[0].split()[-1]
+            raise _without_kernel(f"{operation}, which the backward pass calls,") from error
+
+
+def _without_kernel(what: str) -> UsageError:
+    return UsageError(
+        f"{what} has no deterministic kernel on this device: gradients would have other bits each time. Use another "
+        "operation (docs/gpu.md lists which have one), or give up equal bits by Run(nondeterministic='warn')"
+    )
+
+
+def nodes_of(loss: torch.Tensor) -> Iterator[Any]:
+    """The nodes of autograd's graph of ``loss``, in a fixed order."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
 
 
 class Precision:

@@ -234,5 +234,5 @@ def _of_optimizers() -> frozenset[str]:
 
     Called late, since making an optimizer imports much of torch.
     """
-    of_all = vars(torch.optim.Optimizer([torch.zeros(1)], {}))
+    of_all = vars(torch.optim.Optimizer([torch.zeros(1, device="cpu")], {}))
     return frozenset((*of_all, "step", "_opt_called", "_step_count", "grad_scale", "found_inf"))

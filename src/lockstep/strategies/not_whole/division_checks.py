@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Final
 
 import torch
@@ -125,8 +125,12 @@ def check_without_hooks(model: nn.Module, ignored: Container[nn.Parameter]) -> N
             refuse_gradient_hook(f"the parameter {name}")
 
 
-def check_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+def check_fused_kernel(optimizer: torch.optim.Optimizer, is_divided: Callable[[nn.Parameter], bool]) -> None:
     """Check that ``optimizer`` steps rows on a GPU as it steps the whole parameter.
+
+    Args:
+        optimizer: of the script.
+        is_divided: whether a rank holds rows of a parameter.
 
     Raises:
         UsageError: for `torch.optim.Adam`, fused and with a weight decay that is added to the gradient: on an H100 with
@@ -135,7 +139,7 @@ def check_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         decay = group.get("weight_decay")
         is_added = isinstance(optimizer, torch.optim.Adam) and not group.get("decoupled_weight_decay")
-        if group.get("fused") and decay and is_added and any(isinstance(p, DTensor) for p in group["params"]):
+        if group.get("fused") and decay and is_added and any(map(is_divided, group["params"])):
             raise UsageError(
                 f"Adam(fused=True, weight_decay={decay}): torch's kernel rounds the same numbers differently in "
                 "tensors of other sizes, and a rank holds rows of a parameter, so bits would depend on the number of "

@@ -37,7 +37,7 @@ class _Marks:
 def _mark(tensor: torch.Tensor | None) -> torch.Tensor:
     """The sum of the bits of ``tensor``, which a write in a forward pass leaves unchanged only by chance."""
     if tensor is None:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")
     flat = local_part(tensor.detach()).contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 4 * 4
     return flat[:whole].view(torch.int32).sum(dtype=torch.int64) + flat[whole:].sum(dtype=torch.int64)

@@ -53,7 +53,9 @@ class RowGradient:
         places, values = (self.rows - rows.start).to(device), self.values.to(device, dtype)
         shape = (len(rows), values.shape[1])
         if sparse:
-            return torch.sparse_coo_tensor(places[None], values, shape, is_coalesced=True, check_invariants=False)
+            return torch.sparse_coo_tensor(
+                places[None], values, shape, device=device, is_coalesced=True, check_invariants=False
+            )
         return torch.zeros(shape, dtype=dtype, device=device).index_copy_(0, places, values)
 
 
@@ -102,7 +104,7 @@ class ServedTable:
 
     def parts(self, rows: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """The servers of ``rows``, numbers in order, each with those that it holds."""
-        ends = torch.searchsorted(rows, torch.tensor([part.stop for part in self.rows_of.values()]))
+        ends = torch.searchsorted(rows, torch.tensor([part.stop for part in self.rows_of.values()], device="cpu"))
         pieces = rows.tensor_split(ends.tolist()[:-1])
         return [(server, piece) for server, piece in zip(self.rows_of, pieces, strict=True) if len(piece)]
 
@@ -160,7 +162,7 @@ class _LookUps(TorchFunctionMode):
         # The padding's row always comes along, so that the same kernels compute what they would with the whole table.
         asked = numbers.detach().reshape(-1).to("cpu", torch.int64)
         if padding is not None:
-            asked = torch.cat([asked, torch.tensor([padding % count])])
+            asked = torch.cat([asked, torch.tensor([padding % count], device="cpu")])
         rows, places = torch.unique(asked, return_inverse=True)
         if len(rows) and not 0 <= int(rows[0]) <= int(rows[-1]) < count:
             raise IndexError(f"index out of range: row {int(rows[-1] if rows[0] >= 0 else rows[0])} of {count}")

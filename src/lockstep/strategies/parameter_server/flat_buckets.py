@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.strategies.parts.gradient_accumulation import gradient_like
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -53,6 +55,9 @@ def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> l
 
 
 def set_gradients(bucket: FlatBucket, flat: torch.Tensor, used: Collection[int]) -> None:
-    """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the place is not in ``used``."""
+    """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the place is not in ``used``.
+
+    Each as `gradient_like` makes it.
+    """
     for place, parameter, gradient in zip(bucket.places, bucket.tensors, bucket.unpack(flat), strict=True):
-        parameter.grad = gradient.to(parameter.device) if place in used else None
+        parameter.grad = gradient_like(parameter, gradient) if place in used else None

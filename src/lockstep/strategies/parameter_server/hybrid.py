@@ -37,6 +37,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import TreeAccumulator, broadcast_from_rank0, translating_peer_errors
 from lockstep.errors import SettingError, UsageError
 from lockstep.strategies.not_whole.absent_parameters import refuse_changes
+from lockstep.strategies.not_whole.division_checks import check_fused_kernel
 from lockstep.strategies.not_whole.partial_models import mark_absent, of_absent_parameters, refuse_copies
 from lockstep.strategies.parameter_server.embedding_tables import (
     EmbeddingTable,
@@ -175,7 +176,8 @@ class Hybrid(SyncServers):
         """Check that ``optimizer`` steps each row of a divided table by itself.
 
         Raises:
-            UsageError: if it is one of torch's that do not, or if the weights to be evaluated depend on its state.
+            UsageError: if it is one of torch's that do not, or rounds rows differently, or if the weights to be
+                evaluated depend on its state.
         """
         known = steps_across_elements(optimizer)
         if known and any(p in self._table_of and self._table_of[p].is_divided for p in parameters_of(optimizer)):
@@ -183,6 +185,7 @@ class Hybrid(SyncServers):
                 f"{known} updates a row by the values of other rows, and the rows of an embedding are divided between "
                 "servers; use another optimizer for it, servers=1, or ddp"
             )
+        check_fused_kernel(optimizer, lambda p: p in self._table_of and self._table_of[p].is_divided)
         super().check_optimizer(optimizer)
 
     def explain(self, error: Exception, method: str) -> str:

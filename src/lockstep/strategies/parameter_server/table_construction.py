@@ -156,7 +156,7 @@ def construct(make: Callable[[], nn.Module], division: RowDivision, group: Group
                 return None
             rows_of = division.place(parameter.shape[0], parameter.shape[1] * parameter.element_size())
             here = rows_of.get(group.rank, range(0))
-            part = torch.empty(len(here), parameter.shape[1], dtype=parameter.dtype)
+            part = torch.empty(len(here), parameter.shape[1], dtype=parameter.dtype, device=parameter.device)
             table = TablePart(tuple(parameter.shape), _Rows(part, here, rows_of, group))
             return nn.Parameter(table, parameter.requires_grad)
 

@@ -39,7 +39,7 @@ def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
     # A function, since models are copied with all attributes, as to average their weights, and a group cannot be
     # copied.
     def gather(row: torch.Tensor, what: str) -> torch.Tensor:
-        rows = torch.zeros(group.size, len(row), dtype=torch.float64)
+        rows = torch.zeros(group.size, len(row), dtype=torch.float64, device=row.device)
         rows[group.rank] = row
         return group.sum_tensor(rows, what)
 
@@ -104,7 +104,7 @@ class _OverRanks(torch.autograd.Function):
             variance, mean = torch.var_mean(values, _all_but_channels(x), correction=0)
         else:
             variance = mean = values.new_zeros(values.shape[1])
-        row = torch.cat([mean.double(), variance.double(), torch.tensor([values_per_channel])])
+        row = torch.cat([mean.double(), variance.double(), mean.new_tensor([values_per_channel], dtype=torch.float64)])
         rows = gather(row, "a batch normalisation over all ranks")
         means, variances, counts = rows.split([values.shape[1], values.shape[1], 1], dim=1)
         count = counts.sum()

@@ -41,7 +41,7 @@ def squared_row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The `squared_row_norms` of each gradient; on a GPU, all of one row width at once, since launches cost time."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(gradients)
+    found: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(gradients)
     together: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     for place, gradient in enumerate(gradients):
         if gradient.is_cpu or gradient.is_sparse or gradient.is_complex() or not gradient.numel():

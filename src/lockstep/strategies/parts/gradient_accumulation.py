@@ -170,6 +170,18 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
+def gradient_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """A gradient with ``values``, in the memory format of ``parameter``, and on a GPU in memory of its own.
+
+    So gradients are on one rank. Optimizers round differently where a gradient has other strides, and on a GPU where
+    the gradient begins at another place.
+    """
+    shaped = values.view(parameter.shape)
+    if parameter.is_cpu and parameter.is_contiguous():
+        return shaped.to(parameter.device)
+    return torch.empty_like(parameter, requires_grad=False).copy_(shaped)
+
+
 def steps_across_elements(optimizer: torch.optim.Optimizer) -> str:
     """The torch class of ``optimizer`` if its step of an element depends on other elements of the tensor, else "".
 

@@ -72,4 +72,6 @@ def sparse_again(table: torch.Tensor, like: torch.Tensor) -> torch.Tensor | None
     if not rows.numel():
         return None
     values = table[rows[0], :-1].view(-1, *like.shape[1:])
-    return torch.sparse_coo_tensor(rows, values, like.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows, values, like.shape, device=values.device, is_coalesced=True, check_invariants=False
+    )

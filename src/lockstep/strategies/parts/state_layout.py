@@ -379,7 +379,16 @@ def load_states(
 
 
 def _read(name: str, value: object, parameter: nn.Parameter) -> object:
-    """``value`` in memory; a stored tensor on the device where `torch.optim.Optimizer` would put it."""
+    """``value`` in memory; a stored tensor on the device where `torch.optim.Optimizer` would put it.
+
+    In the parameter's memory format, if of its shape, as where an optimizer makes it: files hold rows one after
+    another, and torch's kernels for lists and fused ones round differently where formats differ, or refuse that.
+    """
     if not isinstance(value, StoredTensor):
         return in_memory(value)
-    return value.whole() if name == "step" else value.whole().to(parameter.device)
+    whole = value.whole()
+    if name == "step":
+        return whole
+    if whole.shape != parameter.shape or parameter.is_contiguous():
+        return whole.to(parameter.device)
+    return torch.empty_like(parameter, dtype=whole.dtype, requires_grad=False).copy_(whole)

@@ -305,7 +305,7 @@ class Pipeline(LossStrategy):
                 around = (interfaces[stage.number], interfaces[stage.number + 1])
                 stage.set_schedule_run(stage_micro_batches[part.first : part.first + part.length], around)
             schedule = self._schedule(part, specs[part.first], interfaces)
-            indices = torch.arange(part.length)
+            indices = torch.arange(part.length, device="cpu")
             try:
                 schedule.step(target=indices, index=indices, return_outputs=False)
             except RuntimeError as error:

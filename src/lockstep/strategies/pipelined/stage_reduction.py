@@ -12,7 +12,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import AllReduce, Group, NativeAllReduce
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.parts.gradient_accumulation import Tensors, negative_zeros_like
+from lockstep.strategies.parts.gradient_accumulation import Tensors, gradient_like, negative_zeros_like
 from lockstep.strategies.pipelined.stage import Stage
 
 
@@ -90,7 +90,7 @@ class StageReduction:
                 self._native.begin(out)
                 self._native.finish()
             pieces = zip(indices, out.split(lengths), strict=True)
-            total |= {index: piece.view_as(parameters[index]) for index, piece in pieces}
+            total |= {index: gradient_like(parameters[index], piece) for index, piece in pieces}
         return [total[index] for index in range(len(parameters))]
 
     def _used_anywhere(self, used: set[int]) -> set[int]:

@@ -100,7 +100,7 @@ def measure(group: Group, clock: Callable[[], float] = time.perf_counter) -> Lin
     """Measure the link between the ranks of ``group`` by a few sums, in less than one second. Collective."""
     took = {}
     for size_bytes in (_SMALL, _LARGE):
-        tensor = torch.zeros(size_bytes // 4)
+        tensor = torch.zeros(size_bytes // 4, device=group.device)
         tries = []
         for _ in range(1 + _TRIES):  # the first opens connections
             group.barrier("measuring of the link")

@@ -272,7 +272,7 @@ def _dtype_of(parameter: torch.Tensor) -> torch.dtype:
 def _first_q(name: str, rank: int, columns: int) -> torch.Tensor:
     """Random rows of length 1, equal on all ranks for equal names."""
     generator = torch.Generator().manual_seed(seed_of("powersgd", name))
-    return nn.functional.normalize(torch.randn(rank, columns, generator=generator), dim=1)
+    return nn.functional.normalize(torch.randn(rank, columns, generator=generator, device="cpu"), dim=1)
 
 
 def _share(errors: torch.Tensor, group: Group) -> torch.Tensor:

@@ -280,7 +280,7 @@ class FullySharded(Strategy):
         if self._operations is not None:
             checks.check_optimizer(optimizer, self._group.device, self._options.ignored_modules)
             if self._exact:
-                checks.check_fused_kernel(optimizer)
+                checks.check_fused_kernel(optimizer, lambda p: isinstance(p, DTensor))
             if any(p.dtype.itemsize < 4 for p in parameters_of(optimizer)):
                 self._operations.handle_scaled_sums()
 

@@ -57,7 +57,7 @@ class DividedRegion:
         """Enter the region, in which activations are divided; does nothing within the region."""
         if torch.initial_seed() in self._outside:
             return
-        drawn = int(torch.randint(1 << 48, ()))  # the same on all ranks of the group
+        drawn = int(torch.randint(1 << 48, (), device="cpu"))  # the same on all ranks of the group
         outside = random_state(self._device)
         seed = (drawn << 12) + self._rank + 1
         torch.manual_seed(seed)
