@@ -36,13 +36,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: By the name of a node of autograd's graph: an operation of a forward pass that has no deterministic kernel on a GPU,
 #: and whose backward pass torch does not refuse.
 _FORWARD: Final = {
-    "NllLoss2DBackward": "nll_loss2d, as of cross_entropy for targets of more than one dimension",
-    "MedianBackward": "median",
-    "KthvalueBackward": "kthvalue",
-    "MaxUnpool2DBackward": "max_unpool2d",
-    "MaxUnpool3DBackward": "max_unpool3d",
-    "PutBackward": "put_",
-    "CumsumBackward": "cumsum",
+    "NllLoss2DBackward0": "nll_loss2d, as of cross_entropy for targets of more than one dimension",
+    "MedianBackward1": "median over a dimension",
+    "NanmedianBackward1": "nanmedian over a dimension",
+    "KthvalueBackward0": "kthvalue",
+    "MaxUnpool2DBackward0": "max_unpool2d",
+    "MaxUnpool3DBackward0": "max_unpool3d",
+    "PutBackward0": "put_",
+    "CumsumBackward0": "cumsum",
 }
 _EXAMINED: Final = 2  # losses, beside those of checked steps
 
@@ -167,8 +168,8 @@ class Kernels:
             return
         self._examined += 1
         for node in nodes_of(loss):
-            if (operation := _FORWARD.get(node.name().rstrip("0123456789"))) is not None:
-                raise _without_kernel(f"{operation}, which the loss is computed by,")
+            if (operation := _FORWARD.get(node.name())) is not None:
+                raise _without_kernel(f"{operation}, by which the loss is computed,")
 
     def release(self) -> None:
         """Restore the script's flags from before the first `pin`; may be called twice."""
