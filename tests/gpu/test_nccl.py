@@ -3,7 +3,7 @@
 For one GPU, before `make test-gpu`:
 
     export NCCL_MULTI_RANK_GPU_ENABLE=1 NCCL_MAX_CTAS=1 NCCL_NVLS_ENABLE=0
-    export LD_PRELOAD=.../libnccl.so.2     where torch brings an older NCCL: from the package nvidia-nccl-cu13, for CUDA 13
+    export LD_PRELOAD=.../libnccl.so.2     where torch brings an older NCCL: of nvidia-nccl-cu13, for CUDA 13
 
 These ranks take turns on the GPU, so that more of them at a time are no quicker: `pytest tests/gpu/test_nccl.py -n 3`.
 """

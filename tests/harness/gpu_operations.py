@@ -29,7 +29,7 @@ INSTEAD = {
     "ReflectionPad1d": "zero or replication padding",
     "ReflectionPad2d": "zero or replication padding",
     "ReflectionPad3d": "zero or replication padding",
-    "NLLLoss": "for targets of more than one dimension: `-log_probabilities.gather(1, target[:, None]).mean()`",
+    "NLLLoss": "for targets of more than one dimension: of `out.movedim(1, -1).flatten(0, -2)` and `target.flatten()`",
     "CTCLoss": "the loss on the CPU: `F.ctc_loss(log_probabilities.cpu(), ...)`",
     "EmbeddingBag": "`Embedding` and `amax(1)`",
     "put_": "`scatter`, or `index_put` with `accumulate=True`",
