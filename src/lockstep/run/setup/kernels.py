@@ -36,8 +36,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: By the name of a node of autograd's graph: an operation of a forward pass that has no deterministic kernel on a GPU,
 #: and whose backward pass torch does not refuse.
 _FORWARD: Final = {
-    "NllLoss2DBackward0": "nll_loss2d, as of cross_entropy(out, target) for maps: with out.movedim(1, -1).flatten(0, -2) "
-    "and target.flatten() another kernel computes the same,",
+    "NllLoss2DBackward0": "nll_loss2d, as of cross_entropy(out, target) for maps (of out.movedim(1, -1).flatten(0, -2) "
+    "and target.flatten() another kernel computes the same)",
     "MedianBackward1": "median over a dimension",
     "NanmedianBackward1": "nanmedian over a dimension",
     "KthvalueBackward0": "kthvalue",
@@ -170,7 +170,7 @@ class Kernels:
         self._examined += 1
         for node in nodes_of(loss):
             if (operation := _FORWARD.get(node.name())) is not None:
-                raise _without_kernel(f"{operation} by which the loss is computed")
+                raise _without_kernel(f"{operation}, by which the loss is computed,")
 
     def release(self) -> None:
         """Restore the script's flags from before the first `pin`; may be called twice."""
