@@ -43,17 +43,3 @@ def has_started_cuda() -> bool:
     except OSError:  # this process has not loaded it
         return False
     return bool(driver.cuDeviceGetCount(ctypes.byref(count)) != _NOT_INITIALIZED)
-
-
-def nccl_version() -> tuple[int, ...]:
-    """Of the NCCL that torch calls, such as ``(2, 30, 7)``, once torch is loaded; empty where torch contains NCCL.
-
-    `torch.cuda.nccl.version` says with which NCCL torch was built.
-    """
-    number = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    except OSError:
-        return ()
-    major, rest = divmod(number.value, 10_000)
-    return (major, *divmod(rest, 100))

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import gpu_tried
-from lockstep.gpu_driver import nccl_version
+from lockstep.doctor.probe import nccl_version
 
 
 def where() -> str:
     """Such as ``2026-11-24, 1 NVIDIA H100, torch 2.13.0, CUDA 13.0, NCCL 2.29.3``."""
     number, version = torch.cuda.device_count(), torch.__version__.partition("+")[0]
-    nccl = ".".join(map(str, nccl_version() or torch.cuda.nccl.version()))
+    nccl = ".".join(map(str, nccl_version()))
     today = datetime.datetime.now(datetime.UTC).date()
     device = torch.cuda.get_device_name(0)
     return f"{today}, {number} {device}, torch {version}, CUDA {torch.version.cuda}, NCCL {nccl}"

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from lockstep.batch import BatchPlan
 from lockstep.collectives import Group, TreeAccumulator
 from lockstep.collectives.all_reduce import NcclAllReduce
+from lockstep.doctor.probe import nccl_version
 from lockstep.errors import PeerLost
-from lockstep.gpu_driver import nccl_version
 from lockstep.run import Run
 from lockstep.testing import StrategyLaws, run_each, run_ranks
 from lockstep.world import World
@@ -32,9 +32,7 @@ def ranks() -> int:
     """How many can meet over NCCL here."""
     if not torch.cuda.is_available():
         return 0
-    shares = (nccl_version() or torch.cuda.nccl.version()) >= (2, 30) and os.environ.get(
-        "NCCL_MULTI_RANK_GPU_ENABLE"
-    ) == "1"
+    shares = nccl_version() >= (2, 30) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return 4 if shares and torch.cuda.device_count() == 1 else torch.cuda.device_count()
 
 

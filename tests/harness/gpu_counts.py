@@ -2,19 +2,24 @@
 
     python tests/harness/gpu_counts.py
 
-For GPT-2 small and ResNet-50, by their shapes: the parts of a step run on tensors that hold nothing, and operations are
-counted as torch would launch them. Microseconds are guesses: 6 of the host for each launch.
+For GPT-2 small and ResNet-50, as `benchmarks/gpu_step.py` makes them: the parts of a step run on tensors that hold
+nothing, and operations are counted as torch would launch them. Microseconds are guesses: 6 of the host for each launch.
 """
 
 import math
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 from device_costs import DEVICE, Costs
+from gpu_step import Gpt2, resnet50
 from lockstep.batch import BatchPlan, MicroBatchPosition
 from lockstep.collectives import Group
 from lockstep.collectives.all_reduce import _fold, _NoAllReduce
@@ -22,32 +27,11 @@ from lockstep.collectives.reduction_plan import ReductionPlans
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.strategies.parts.buffers import Buffers
+from lockstep.strategies.parts.gradient_accumulation import align_gradients
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
-from lockstep.strategies.replicated.ddp_reducer import align_gradients
 
 BUCKET = 25 << 20  # bytes
 HOST_US = 6.0
-
-
-def gpt2_small() -> tuple[list[tuple[int, ...]], nn.Module]:
-    """The shapes of its parameters, and what has its buffers."""
-    d = 768
-    block = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,), (d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *block * 12, (d,), (d,)], nn.Module()
-
-
-def resnet50() -> tuple[list[tuple[int, ...]], nn.Module]:
-    """The shapes of its parameters, and what has its buffers."""
-    convolutions = [(64, 3, 7, 7)]
-    inner = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolutions += [(width, inner, 1, 1), (width, width, 3, 3), (4 * width, width, 1, 1)]
-            convolutions += [(4 * width, inner, 1, 1)] if block == 0 else []
-            inner = 4 * width
-    shapes = [shape for c in convolutions for shape in (c, c[:1], c[:1])]
-    with DEVICE:
-        return [*shapes, (1000, 2048), (1000,)], nn.ModuleList(nn.BatchNorm2d(c[0]) for c in convolutions)
 
 
 def counted(work: Callable[[], object]) -> Costs:
@@ -57,9 +41,11 @@ def counted(work: Callable[[], object]) -> Costs:
     return costs
 
 
-def parts(shapes: list[tuple[int, ...]], norms: nn.Module, ranks: int, each: int) -> dict[str, Costs | int]:
+def parts(make: Callable[[], nn.Module], ranks: int, each: int) -> dict[str, Costs | int]:
     """By part of a step of ``each`` micro-batches a rank."""
-    parameters = [nn.Parameter(torch.empty(shape, device=DEVICE)) for shape in shapes]
+    with DEVICE:
+        model = make()
+    parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)
     gradients = [cast(torch.Tensor, p.grad) for p in parameters]
@@ -75,7 +61,7 @@ def parts(shapes: list[tuple[int, ...]], norms: nn.Module, ranks: int, each: int
     group = cast(Group, SimpleNamespace(rank=0, size=1, device=DEVICE, gather_objects=lambda own, _: [own], leads=True))
     buffers = Buffers(_NoAllReduce(), group)
     with Costs():
-        buffers.setup_model(norms)
+        buffers.setup_model(model)
 
     def move() -> None:
         for index in range(each):
@@ -89,7 +75,7 @@ def parts(shapes: list[tuple[int, ...]], norms: nn.Module, ranks: int, each: int
     if ranks > 1:
         total = ranks * each
         plan = ReductionPlans(0, ranks, BatchPlan(total, 1, ranks).run)(total)
-        elements = sum(math.prod(shape) for shape in shapes)
+        elements = sum(p.numel() for p in parameters)
         buckets = math.ceil(4 * elements / BUCKET)
         length = plan.chunk(BUCKET // 4)
         received = torch.empty(len(plan.all_nodes) * length, device=DEVICE)
@@ -107,10 +93,10 @@ def table() -> list[str]:
         "| model | GPUs | micro-batches | launches | waits | host | `clip_norm` |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, shape_of in (("GPT-2 small", gpt2_small), ("ResNet-50", resnet50)):
+    for name, make in (("GPT-2 small", Gpt2), ("ResNet-50", resnet50)):
         for ranks in (1, 8):
             for each in (1, 4):
-                found: dict[str, Any] = parts(*shape_of(), ranks, each)
+                found: dict[str, Any] = parts(make, ranks, each)
                 clip = found.pop("clip_norm")
                 waits = sum(part.waits for part in found.values() if isinstance(part, Costs))
                 launches = sum(part.launches if isinstance(part, Costs) else part for part in found.values())

@@ -7,6 +7,7 @@ all ranks      compute, lock, look for a file, send to each other       ranks.js
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -25,7 +26,6 @@ from lockstep.collectives import Group, KeyValueStore, open_group, open_store, t
 from lockstep.cpu_affinity import usable_cpus
 from lockstep.doctor.host_facts import HostFacts, gather_files, gather_host
 from lockstep.doctor.machine_facts import NodeFacts, PairFacts, RankFacts, RanksFacts, ReachFacts
-from lockstep.gpu_driver import nccl_version
 from lockstep.launch_contract import RUN_DIR, RUN_ID
 from lockstep.network_interface import address_towards, interface_of
 from lockstep.world import World
@@ -120,7 +120,7 @@ def _together(group: Group, world: World, place: Path, locked: int) -> list[Rank
         device=torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.backends.cpu.get_cpu_capability()}",
         on_gpu=on_gpu,
         backend="gloo" if group.over_cpu else "nccl",
-        nccl=".".join(map(str, nccl_version() or torch.cuda.nccl.version())) if on_gpu else "",
+        nccl=".".join(map(str, nccl_version())) if on_gpu else "",
         threads=torch.get_num_threads(),
         cpus=tuple(sorted(usable_cpus())),
         interface=os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address_towards(world.address, world.port)),
@@ -130,6 +130,17 @@ def _together(group: Group, world: World, place: Path, locked: int) -> list[Rank
         lock=lock,
     )
     return group.gather_objects(own, _WHAT)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch calls, such as ``(2, 30, 7)``; torch itself says with which NCCL torch was built."""
+    number = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
+    except OSError:  # torch contains NCCL
+        return tuple(torch.cuda.nccl.version())
+    major, rest = divmod(number.value, 10_000)
+    return (major, *divmod(rest, 100))
 
 
 def _lock(file: int) -> str:

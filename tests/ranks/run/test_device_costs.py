@@ -25,9 +25,8 @@ from lockstep.run.checks.nonfinite import NonFiniteChecks
 from lockstep.run.loop.step_losses import StepLosses
 from lockstep.run.setup.kernels import Precision
 from lockstep.strategies.parts.buffers import Buffers
-from lockstep.strategies.parts.gradient_accumulation import ParameterSet
+from lockstep.strategies.parts.gradient_accumulation import ParameterSet, align_gradients
 from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout
-from lockstep.strategies.replicated.ddp_reducer import align_gradients
 from lockstep.strategies.replicated.single_process import SingleProcess
 from worlds import on_world
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.strategies.parts.gradient_accumulation import gradient_like
+from lockstep.strategies.parts.gradient_accumulation import align_gradients, gradient_like
 
 Tensors = Sequence[torch.Tensor]
 
@@ -57,7 +57,8 @@ def flat_buckets_of(tensors: Iterable[torch.Tensor], owners: Iterable[int]) -> l
 def set_gradients(bucket: FlatBucket, flat: torch.Tensor, used: Collection[int]) -> None:
     """Set ``.grad`` of the bucket's parameters to the values in ``flat``; None where the place is not in ``used``.
 
-    Each as `gradient_like` makes it.
+    Each in the memory format and, on a GPU, at a place in memory as on one rank.
     """
     for place, parameter, gradient in zip(bucket.places, bucket.tensors, bucket.unpack(flat), strict=True):
         parameter.grad = gradient_like(parameter, gradient) if place in used else None
+    align_gradients(tensor for tensor in bucket.tensors if tensor.is_cuda)

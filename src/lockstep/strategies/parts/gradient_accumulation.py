@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from lockstep.collectives import Group, TreeAccumulator, local_part
 from lockstep.errors import UsageError
 from lockstep.strategies.parts.sparse_gradients import dense_rows, no_rows, sparse_again
 from lockstep.torch_private import foreach_add_, foreach_copy_, foreach_mul_
+
+_ALIGNMENT: Final = 64  #: bytes
 
 Tensors = list[torch.Tensor]
 
@@ -171,15 +173,29 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def gradient_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A gradient with ``values``, in the memory format of ``parameter``, and on a GPU in memory of its own.
+    """A gradient with ``values`` on the device and in the memory format of ``parameter``, as on one rank.
 
-    So gradients are on one rank. Optimizers round differently where a gradient has other strides, and on a GPU where
-    the gradient begins at another place.
+    Optimizers round differently where a gradient has other strides.
     """
     shaped = values.view(parameter.shape)
-    if parameter.is_cpu and parameter.is_contiguous():
+    if parameter.is_contiguous():
         return shaped.to(parameter.device)
     return torch.empty_like(parameter, requires_grad=False).copy_(shaped)
+
+
+def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Copy gradients that do not begin at a multiple of `_ALIGNMENT` bytes, so that all begin as without buckets.
+
+    On a GPU, additions in a sum or norm of a tensor are grouped by the tensor's address, so an optimizer that takes
+    norms would have other bits than on one rank. Such gradients are copied by one kernel; most models have none, since
+    the sizes of their parameters are multiples of 16.
+    """
+    moved = [p for p in parameters if p.grad is not None and p.grad.storage_offset() * p.grad.itemsize % _ALIGNMENT]
+    if moved:
+        aligned = [torch.empty_like(cast(torch.Tensor, p.grad)) for p in moved]
+        foreach_copy_(aligned, [cast(torch.Tensor, p.grad) for p in moved])
+        for parameter, gradient in zip(moved, aligned, strict=True):
+            parameter.grad = gradient
 
 
 def steps_across_elements(optimizer: torch.optim.Optimizer) -> str:

@@ -12,7 +12,7 @@ from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import AllReduce, Group, NativeAllReduce
 from lockstep.errors import UsageError
 from lockstep.formatting import plural
-from lockstep.strategies.parts.gradient_accumulation import Tensors, gradient_like, negative_zeros_like
+from lockstep.strategies.parts.gradient_accumulation import Tensors, align_gradients, gradient_like, negative_zeros_like
 from lockstep.strategies.pipelined.stage import Stage
 
 
@@ -72,6 +72,8 @@ class StageReduction:
                 (total,) = sums
             for index, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
                 parameter.grad = gradient if index in used else None
+            if self._group.size > 1:
+                align_gradients(parameter for parameter in trained if parameter.is_cuda)
 
     def _sum_over_replicas(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition

@@ -30,6 +30,7 @@ from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
+    align_gradients,
     begin_total,
     divide_by_counts,
     rows_of,
@@ -40,7 +41,7 @@ from lockstep.strategies.parts.multi_gpu import check_reached, spans_gpus
 from lockstep.strategies.parts.sparse_gradients import no_rows, sparse_again
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
 from lockstep.strategies.replicated.compression import Cast, Compression, Uncompressed
-from lockstep.strategies.replicated.ddp_reducer import BucketReduction, DdpReducer, align_gradients, finished
+from lockstep.strategies.replicated.ddp_reducer import BucketReduction, DdpReducer, finished
 from lockstep.strategies.replicated.powersgd import PowerSGD
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.strategy import ReplicaAssignment, StateDict, StatePart, Strategy, StrategyContext

@@ -12,10 +12,10 @@ The model itself is called by the user, and DDP's own forward pass never is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -28,7 +28,6 @@ from lockstep.strategies.parts.gradient_accumulation import TreeGradientAccumula
 from lockstep.strategies.parts.sparse_gradients import sparse_parameters
 from lockstep.torch_private import (
     delay_all_reduce,
-    foreach_copy_,
     inside_forward,
     leave_out,
     rebuild_buckets,
@@ -44,7 +43,6 @@ _BUFFERS_ARE_OURS: Final[dict[str, Any]] = {
         if name in inspect.signature(DistributedDataParallel).parameters
     ): False
 }
-_ALIGNMENT: Final = 64
 
 
 class ReducedByRun(DistributedDataParallel):
@@ -206,21 +204,6 @@ class BucketReduction:
         while self.elsewhere:
             flat, total = self.elsewhere.pop()
             flat.copy_(total)
-
-
-def align_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Copy gradients that do not begin at a multiple of `_ALIGNMENT` bytes, so that all begin as without buckets.
-
-    On a GPU, additions in a sum or norm of a tensor are grouped by the tensor's address, so an optimizer that takes
-    norms would have other bits than on one rank. Such gradients are copied by one kernel; most models have none, since
-    the sizes of their parameters are multiples of 16.
-    """
-    moved = [p for p in parameters if p.grad is not None and p.grad.storage_offset() * p.grad.itemsize % _ALIGNMENT]
-    if moved:
-        aligned = [torch.empty_like(cast(torch.Tensor, p.grad)) for p in moved]
-        foreach_copy_(aligned, [cast(torch.Tensor, p.grad) for p in moved])
-        for parameter, gradient in zip(moved, aligned, strict=True):
-            parameter.grad = gradient
 
 
 def finished(flat: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
