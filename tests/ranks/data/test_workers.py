@@ -113,13 +113,12 @@ ONE_WORKER = """
 import multiprocessing, os, signal, sys, time
 from lockstep.data import workers
 
-def late():
-    parent = os.getppid()
-    while os.getppid() == parent:
+def late(rank):
+    while os.getppid() == rank:  # which may be gone already
         time.sleep(0.01)
-    early()
+    early(rank)
 
-def early():
+def early(rank):
     looks, wait = [], workers.wait
     workers.wait = lambda *args: looks.append(args) or wait(*args)
     workers._LOOK_EVERY_S = 0.02
@@ -131,7 +130,7 @@ def early():
 
 if __name__ == "__main__":
     method, when = sys.argv[1:]
-    worker = multiprocessing.get_context(method).Process(target=early if when == "early" else late)
+    worker = multiprocessing.get_context(method).Process(target=early if when == "early" else late, args=(os.getpid(),))
     worker.start()
     print(worker.pid, flush=True)
     if when == "late":
