@@ -43,6 +43,11 @@ def forget(close: Close) -> None:
             sys.excepthook = _hook_before
 
 
+def close_open() -> None:
+    """Close what the script has left open, as at its end without an error."""
+    _close_all(None)
+
+
 @contextlib.contextmanager
 def closing() -> Iterator[None]:
     """The script runs within; at its end, by an error or not, what it has left open is closed.

@@ -59,7 +59,7 @@ from lockstep.run.state.carried_state import CarriedState
 from lockstep.run.state.snapshot import RunSnapshot
 from lockstep.run.state.user_values import Kept
 from lockstep.run.state.whole_models import WholeModels
-from lockstep.script_end import close_at_script_end
+from lockstep.script_end import close_at_script_end, close_open
 from lockstep.seeding import seed_generators, seed_of
 from lockstep.settings import Settings, changed
 from lockstep.strategies import TensorPlan
@@ -74,7 +74,7 @@ class Run:
 
     Opening a run finds out which rank this process is, connects to the other ranks, seeds all random generators and
     chooses the device. Every rank must make the same calls in the same order. The run is closed by `close`, by the end
-    of a ``with`` statement, or by the end of the script, whichever comes first.
+    of a ``with`` statement, by the opening of the next run, or by the end of the script, whichever comes first.
 
     Every argument can be overridden from outside: ``lockstep run --precision bf16 train.py``, or
     ``LOCKSTEP_PRECISION=bf16``. `settings` has each value and its source.
@@ -199,6 +199,7 @@ class Run:
                 f"track={type(track).__name__}: give a tracker's name, or an object with log(values, step)"
             )
         given = changed({**locals(), "track": None if tracker else track})
+        close_open()  # a process has one run at a time
         context = set_up(resolve_settings(given, os.environ), os.environ)
         self._context: Final = context
         self.settings: Final = context.resolved
@@ -706,7 +707,11 @@ class Run:
 
         Returns:
             ``values`` and `metrics` as written, on every rank.
+
+        Raises:
+            UsageError: if the run is closed.
         """
+        self._start.refuse_closed()
         epoch = self._context.position.epoch_number
         everything: dict[str, object] = {**values, **self.metrics} | values
         if everything.get("epoch") == epoch - 1:
@@ -827,8 +832,9 @@ class Run:
     def close(self) -> None:
         """Save the last step if unsaved, wait for the last checkpoint, disconnect from the other ranks. Collective.
 
-        A second call does nothing. A run that is left open is closed at the end of the script: as by this call, or
-        after an uncaught error as by a ``with`` statement.
+        Afterwards the run trains, evaluates and logs no more. A second call does nothing. A run that is left open is
+        closed by the next `Run`, or at the end of the script: as by this call, or after an uncaught error as by a
+        ``with`` statement.
 
         Raises:
             SystemExit: with code 74, on all ranks, if checkpoints were asked for and none holds the last step.

@@ -175,10 +175,10 @@ CASES = {
     "arguments": (
         None,
         ["--width={rank}"],
-        "the arguments of the script differ: rank 0 has ['--width=0'], rank 1 ['--width=1']",
+        "the arguments of the script differ: rank 0 has '--width=0', rank 1 '--width=1'",
     ),
     "rank arguments": (None, ["--local_rank={rank}", "--node-rank", "{rank}", "--width=3"], ""),
-    "lr": (None, ["lr"], "the optimizers of the script differ: rank 0 has [['SGD'"),
+    "lr": (None, ["lr"], "the optimizers of the script differ in lr: rank 0 has '0.1', rank 1 '1.1'. All ranks must"),
 }
 
 
@@ -470,7 +470,5 @@ def test_options_of_optimizers_that_differ_by_rank_are_refused():
     for message in orders:
         assert message.startswith("rank 0 has weight where rank 2 has bias among the parameters of an optimizer")
     for message in options:
-        assert message.startswith("the optimizers of the script differ: rank 0 has [['SGD', [{")
-        assert "'momentum': '0.9'" in message.partition(", rank 2 ")[0]
-        assert "'momentum': '0.5'" in message.partition(", rank 2 ")[2]
+        assert message.startswith("the optimizers of the script differ in momentum: rank 0 has '0.9', rank 2 '0.5'. ")
     assert addresses == [0, 0, 0]

@@ -199,7 +199,7 @@ def test_what_is_kept_is_restored(tmp_path, monkeypatch):
 
 
 def test_evaluation_sees_each_sample_once_and_leaves_the_training_as_it_was():
-    with Run() as run, Run() as _:
+    with Run() as run:
         training = Training(run)
         held_out = run.loader(torch.arange(19.0), global_batch=8, micro_batch=3, shuffle=False)
         hashes, seen = [], []

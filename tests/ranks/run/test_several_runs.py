@@ -4,10 +4,12 @@ import contextlib
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 import lockstep
+from lockstep.errors import UsageError
 from lockstep.launch_contract import RUN_DIR
 from lockstep.testing import run_ranks
 
@@ -59,3 +61,31 @@ def test_the_last_checkpoint_holds_what_came_after_the_last_save(tmp_path):
         with torch.no_grad():
             model.weight.fill_(7.0)  # such as the best weights
     assert lockstep.load(tmp_path)["weight"].tolist() == [[7.0, 7.0]]
+
+
+def left_open():
+    """On a rank: the weights of two folds, whose runs the script does not close, and what a closed run refuses."""
+    found, runs = [], []
+    for fold in range(2):
+        run = lockstep.Run(seed=fold, save_every="1 step")
+        model = run.model(nn.Linear(2, 1))
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.loader(X, global_batch=8, micro_batch=2)
+        for x in run.train(batches):
+            run.step(model(x).square().mean())
+        found.append(model.weight.tolist())
+        runs.append((run, batches))
+    run, batches = runs[0]
+    uses = (run.epochs, run.train, run.evaluate, run.log, run.model)
+    for use, given in zip(uses, ((3,), (batches,), (batches,), (), (nn.Linear(2, 1),)), strict=True):
+        with pytest.raises(UsageError) as refused:
+            next(iter(use(*given)))
+        assert "this run is closed, by run.close(), " in str(refused.value)
+    run.close()
+    return found
+
+
+def test_the_next_run_closes_one_that_is_open(tmp_path):
+    (alone,) = run_ranks(left_open, 1, env={RUN_DIR: str(tmp_path / "one")})
+    assert run_ranks(left_open, 2, env={RUN_DIR: str(tmp_path / "two")}) == [alone] * 2
+    assert lockstep.load(tmp_path / "two")["weight"].tolist() == alone[0] != alone[1]

@@ -232,10 +232,24 @@ def compare_ranks(group: Group, script: SavedTree) -> None:
             )
         for name in sorted(theirs.keys() - {"code", "groups"}):
             if theirs[name] != first[name]:
+                where, ours, other = _first_difference(first[name], theirs[name])
                 raise MismatchError(
-                    f"the {name} of the script differ: rank 0 has {first[name]!r:.300}, rank {rank} "
-                    f"{theirs[name]!r:.300}. All ranks must run the same script with the same arguments"
+                    f"the {name} of the script differ{where and f' in {where}'}: rank 0 has {ours!r:.300}, rank {rank} "
+                    f"{other!r:.300}. All ranks must run the same script with the same arguments; of numbers that a "
+                    "rank computes from its own micro-batches, such as a loss, use run.metrics, or bring them together "
+                    "by run.sum(...)"
                 )
+
+
+def _first_difference(one: object, other: object, where: str = "") -> tuple[str, object, object]:
+    """The innermost key, "" for none, at which two nested values differ first, and what each has there."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        key = next(key for key in one if one[key] != other[key])
+        return _first_difference(one[key], other[key], str(key))
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        pair = next((a, b) for a, b in zip(one, other, strict=True) if a != b)
+        return _first_difference(*pair, where)
+    return where, one, other
 
 
 def changed_code(now: Mapping[str, str], before: Mapping[str, str]) -> list[str]:

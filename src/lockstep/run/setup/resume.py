@@ -44,6 +44,7 @@ class TrainingStart:
         self._options: ScriptOptions | None = None
         self._left_tree: StateTree | None = None  # the state that survivors have left, if the run resumes from it
         self.done = False
+        self.closed = False  #: whether the run is
         self.stopped = False  #: whether the run was only to save the state that survivors have left
         self.resumed_at_end = False  #: whether the resumed pass had no micro-batch left, and no other pass has begun
 
@@ -56,13 +57,31 @@ class TrainingStart:
         """Check that the training has not started; the script calls ``method``.
 
         Raises:
-            UsageError: if it has.
+            UsageError: if it has, or the run is closed.
         """
+        self.refuse_closed()
         if self.done:
             raise UsageError(f"run.{method}(...) after the training began: call it before run.epochs(...)")
 
+    def refuse_closed(self) -> None:
+        """Check that the run is open.
+
+        Raises:
+            UsageError: if the run is closed.
+        """
+        if self.closed:
+            raise UsageError(
+                "this run is closed, by run.close(), the end of its `with` statement or the next Run(...), since "
+                "a process has one run at a time: train, evaluate and log before"
+            )
+
     def begin(self) -> None:
-        """Start the training, unless that is done. Collective."""
+        """Start the training, unless that is done. Collective.
+
+        Raises:
+            UsageError: if the run is closed.
+        """
+        self.refuse_closed()
         if self.done:
             return
         if not self._state.models:

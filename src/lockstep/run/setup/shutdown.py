@@ -103,6 +103,7 @@ class Shutdown:
                 context.checkpointer.abandon()
                 self._report(error)
         finally:
+            self._start.closed = True
             self._save_stop.close()
             context.leaves.close()
             context.stop_requests.unlisten()
