@@ -1354,20 +1354,34 @@ def test_what_is_the_same_on_all_ranks_where_a_step_is_done_is_not(tmp_path, cap
 
 
 CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)"
+NORM = "sum(p.grad.norm().item() for p in model.parameters() if p.grad is not None)"
+HELPER = "def clip(params):\n    for p in params:\n        if p.grad is not None:\n            p.grad.clamp_(-1, 1)"
+ZERO = "for p in model.parameters():\n    if p.grad is not None:\n        p.grad.zero_()"
+IF_STEP = "if run.step(F.cross_entropy(model(x), y)):\n    "
+BY_HAND = "if run.backward(F.cross_entropy(model(x), y)):\n    {}\n    run.update()"
 
 
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         (f"{STEP}\n{CLIP}", 1),
-        (f"if run.step(F.cross_entropy(model(x), y)):\n    {CLIP}", 1),
-        (f"if run.backward(F.cross_entropy(model(x), y)):\n    {CLIP}\nrun.update()", 0),
+        (f"{IF_STEP}{CLIP}", 1),
+        (f"{STEP}\nnorm = {NORM}", 1),
+        (f"{IF_STEP}run.say('norm of local gradients', {NORM})", 1),
+        (f"{STEP}\nclip(model.parameters())", 1),
+        (f"{IF_STEP}clip(model.parameters())", 1),
+        (BY_HAND.format(CLIP), 0),
+        (BY_HAND.format("clip(model.parameters())"), 0),
+        (f"{STEP}\n{ZERO}", 0),
+        (f"x.requires_grad_()\n(x.grad,) = torch.autograd.grad(model(x).sum(), x)\n{STEP}", 0),
+        ("x.requires_grad_()\nmodel(x).sum().backward(inputs=[x])\nx = x.detach() + 0.1 * x.grad.sign()\n" + STEP, 0),
         (STEP, 0),
     ],
 )
-def test_gradients_that_are_clipped_after_their_step_are_said(tmp_path, capfd, body, said):
-    play(tmp_path, body)
-    assert capfd.readouterr().err.count("no gradients are left to clip, since run.step(...) has used them") == said
+def test_gradients_that_are_read_after_their_step_are_said(tmp_path, capfd, body, said):
+    play(tmp_path, body, setup=HELPER)
+    found = capfd.readouterr().err.count("no gradients are left to read or clip, since run.step(...) has used them")
+    assert found == said
 
 
 def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import PurePath
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final, Literal
@@ -75,6 +75,7 @@ from lockstep.run.source.source_reads import (
     Lines,
     Read,
     Text,
+    gradients_read,
     reads_of,
 )
 from lockstep.run.state.registered import State
@@ -109,6 +110,8 @@ class InputFollower:
     def __init__(self, state: State, steps: Collection[str] = STEPS, *, is_of_reader: bool = False) -> None:
         self.steps: Final = steps
         self.is_of_reader: Final = is_of_reader
+        self.has_backward = False  #: whether a function of the script computes gradients without an update
+        self._in_updates = 0  # functions that are entered of those that run when optimizers step
         self.is_in_body = False  #: whether the function that is read has the loop over micro-batches
         self.found: Final = TrainingInputs()
         self.kept: Final = [value.value if isinstance(value, PlainValue) else value for value in state.kept.values()]
@@ -184,15 +187,6 @@ class InputFollower:
                 for method in ("__torch_function__", "__torch_dispatch__"):
                     for callee in of_script(attribute_of(value, method), Argument((), value, name)):
                         self._take_returned(context, nothing, callee, under, [])
-
-    def note_attributes(self, models: Iterable[nn.Module]) -> None:
-        """Note values that the script has written into attributes of parameters, such as an importance of each."""
-        for model in models:
-            for name, parameter in model.named_parameters():
-                for attribute in vars(parameter):
-                    if not attribute.startswith("_"):
-                        text = f"{name}.{attribute}"
-                        self.found.note(Place(parameter, "", (attribute,), text), "run.step(...)")
 
     def _of_path(self, context: Context, path: Path, given: Given, outward: list[Read] | None) -> list[Read]:
         """Note the place of a path; returns the reads of the same function that remain to be followed."""
@@ -428,6 +422,7 @@ class InputFollower:
     def enter(self, context: Context) -> None:
         """Note the changes that a function makes, and enter the functions that its lines were seen to run."""
         self.changes.enter(context)
+        self.has_backward |= "backward" in context.reads.methods
         if context.code in self._lines_followed:
             return
         self._lines_followed.add(context.code)
@@ -487,8 +482,19 @@ class InputFollower:
             conditions=() if at is None or context.is_dead(at.guards) else at.conditions,
         )
         self.enter(inner)
+        self._in_updates += per_step
+        if not (samples or self._in_updates) and (inner.in_body or inner.at_step):
+            self.note_gradients(inner)
         yield inner
+        self._in_updates -= per_step
         self._running.pop()
+
+    def note_gradients(self, context: Context) -> None:
+        """Note where a function that runs in bodies, or where a step is done, reads or clips gradients."""
+        for line, path in gradients_read(context.code):
+            owner = NOTHING if path is None else context.value_of(path)
+            if owner is NOTHING or is_of(owner, torch.Tensor):
+                self.found.gradients = self.found.gradients or f"{PurePath(context.code.co_filename).name}:{line}"
 
     # ---- places ------------------------------------------------------------------------------------------------
 

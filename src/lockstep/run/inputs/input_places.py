@@ -73,7 +73,7 @@ class TrainingInputs:
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
     own: dict[int, str] = field(default_factory=dict)  #: what tells a reader of own micro-batches alone, by lines
-    clipped: str = ""  #: where a body clips gradients that `Run.step` has used; "" for nowhere
+    gradients: str = ""  #: where bodies read or clip gradients that `Run.step` has used; "" for nowhere
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)

@@ -15,6 +15,7 @@ No code of the script is run.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
@@ -34,7 +35,7 @@ from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
 from lockstep.run.source.script_functions import Context, is_of, is_run, running_functions
 from lockstep.run.source.script_modules import file_of
-from lockstep.run.source.script_places import NOTHING, attribute_of
+from lockstep.run.source.script_places import NOTHING, Place, attribute_of
 from lockstep.run.source.source_paths import Path
 from lockstep.run.source.source_reads import Call, Lines, Read, flat
 from lockstep.run.state.registered import State
@@ -63,27 +64,19 @@ _HANDS_ON: Final = "hands on"
 _CHANGES: Final = {"clear", "pop", "popitem", "setdefault", "update"}  # methods of an optimizer's dicts
 _VIEWS: Final = {"detach", "flatten", "reshape", "squeeze", "unsqueeze", "view", "view_as"}
 #: Functions and methods that tell a reader what they are given, of Python, of Lockstep, and of loggers and trackers.
-_WRITES: Final = {  # a file
-    *("write_text", "dump", "safe_dump", "tofile"),
-    *("save", "savez", "savetxt", "save_file", "save_pretrained"),
-}
-_WRITES_PARTS: Final = {
-    *("write", "writerow", "writerows", "dumps"),
-    *("to_csv", "to_json", "to_excel", "to_parquet", "to_pickle"),  # what a table itself holds, see `_given_in`
-}
+_WRITES: Final = re.compile(  # a file
+    "(save(?!d)|safe_dump|dump(?!s)|export|write_|im(save|write)|tofile).*"
+)
+_WRITES_PARTS: Final = re.compile(
+    "write|writerows?|dumps|execute(many)?|to_(csv|json|excel|parquet|pickle|sql)"  # of a table, see `_given_in`
+)
 #: What is told of each micro-batch or step, and read later.
-_RECORDS: Final = {
-    *_WRITES,
-    *_WRITES_PARTS,
-    *("log_metric", "log_metrics", "add_scalar", "add_scalars", "track"),
-}
-_TELLS: Final = {
-    *_RECORDS,
-    "print",
-    *("debug", "info", "warning", "error", "critical"),
-    *("log", "say", "report", "measure"),
-    *("set_postfix", "set_postfix_str", "set_description"),
-}
+_RECORDS: Final = re.compile(
+    "log_(metrics?|dict|image|figure|text|artifact)|add_(scalars?|histogram|images?|figure|text|hparams)|track"
+)
+_TELLS: Final = re.compile(
+    "print|debug|info|warning|error|critical|log|say|report|measure|set_(postfix(_str)?|description)"
+)
 #: Packages whose functions and methods draw what they are given; a reader sees that picture later.
 _DRAWING: Final = {"matplotlib", "seaborn", "plotly", "altair", "bokeh"}
 _HOOKS: Final = {"register_hook", "register_post_accumulate_grad_hook"}  # the methods of tensors that take functions
@@ -107,25 +100,18 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
             for each in given:
                 follower.take(context, each)
             if context.in_body:
-                follower.found.clipped = follower.found.clipped or _clips_used(context)
+                follower.note_gradients(context)
                 follower.take_samples(context)
                 _take_updates(follower, context, state.optimizers)
-                follower.note_attributes(state.models)
+                _note_attributes(follower.found, state.models)
                 follower.find_carried(context)
         follower.follow_changes()
         follower.find_carried_within()
+        if follower.has_backward:
+            follower.found.gradients = ""
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=unread(error))
     return follower.found
-
-
-def _clips_used(context: Context) -> str:
-    """Where a body clips gradients and no line computes them without an update; "" for nowhere."""
-    for use in () if "backward" in context.reads.methods else context.live_uses:
-        is_clip = use.read is not None and use.read.method in ("clip_grad_norm_", "clip_grad_value_")
-        if is_clip and context.covers(use.line):
-            return f"{PurePath(context.code.co_filename).name}:{use.line}"
-    return ""
 
 
 def _take_updates(follower: InputFollower, context: Context, optimizers: Iterable[Optimizer]) -> None:
@@ -135,6 +121,15 @@ def _take_updates(follower: InputFollower, context: Context, optimizers: Iterabl
             if inner is not None:
                 for each in given_by(follower, inner):
                     follower.take(inner, each)
+
+
+def _note_attributes(found: TrainingInputs, models: Iterable[nn.Module]) -> None:
+    """Note values that the script has written into attributes of parameters, such as an importance of each."""
+    for model in models:
+        for name, parameter in model.named_parameters():
+            for attribute in vars(parameter):
+                if not attribute.startswith("_"):
+                    found.note(Place(parameter, "", (attribute,), f"{name}.{attribute}"), "run.step(...)")
 
 
 def unread(error: Exception) -> str:
@@ -249,22 +244,25 @@ def _given_in(
     owner = context.value_of(path.owner) if isinstance(path, Path) and method else NOTHING
     what = f"{path.text if isinstance(path, Path) else call.method}(...)"
     is_drawn = follower.is_of_reader and _draws(context, call.function)
-    is_told = is_drawn or (follower.is_of_reader and (method or what[:-5]) in _TELLS)
+    name = call.method
+    is_written, is_part = _WRITES.fullmatch(name), _WRITES_PARTS.fullmatch(name)
+    is_recorded = is_written or is_part or _RECORDS.fullmatch(name)
+    is_told = is_drawn or (follower.is_of_reader and (is_recorded or _TELLS.fullmatch(name)))
     if is_told and not callees_of(context, call):  # else the script's own function tells
-        is_kept = (is_drawn or call.method in (*_WRITES, *_WRITES_PARTS)) and not context.covers(call.line)
+        is_kept = bool(is_drawn or is_written or is_part) and not context.covers(call.line)
         # A file is read later, so whether the file is written counts, too.
-        is_file = is_kept and call.method in _WRITES
-        if call.method.startswith("to_") or call.method == "tofile":
+        is_file = is_kept and is_written
+        if name.startswith("to_") or name == "tofile":
             receiver = (path.owner,) if isinstance(path, Path) else call.function
             yield Given("told", what, where, receiver, is_kept)
-        is_record = call.method in _RECORDS or (call.method == "log" and (is_run(owner) or what.startswith("wandb.")))
-        is_record &= follower.is_in_body and within_pass(context, call.line)
-        for name, part in (*(("", one) for one in call.arguments), *call.keywords):
-            if not is_of_rank(name):
+        is_record = is_recorded or (name == "log" and (is_run(owner) or what.startswith("wandb.")))
+        is_record = is_record and follower.is_in_body and within_pass(context, call.line)
+        for keyword, part in (*(("", one) for one in call.arguments), *call.keywords):
+            if not is_of_rank(keyword):
                 if is_record and is_of_turn(context, tuple(flat(part))) and not is_of_all_ranks(context, part):
                     follower.found.note_own(what, call.line, "a micro-batch of this rank in line {}")
                 taken = (*part, *conditions) if is_file else part
-                yield Given("told", f"{what[:-4]}{name}=...)" if name else what, where, taken, is_kept)
+                yield Given("told", f"{what[:-4]}{keyword}=...)" if keyword else what, where, taken, is_kept)
     if is_run(owner):
         if method in follower.steps:
             hooks = Lines(call.line, call.line)

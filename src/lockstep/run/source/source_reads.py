@@ -188,8 +188,7 @@ class Reads:
     @functools.cached_property
     def methods(self) -> frozenset[str]:
         """The names of the methods that are called."""
-        called = (part for use in self.uses if use.read is not None for part in use.read.function)
-        return frozenset(part.attributes[-1] for part in called if isinstance(part, Path) and part.attributes)
+        return frozenset(use.read.method for use in self.uses if use.read is not None)
 
     def statement_at(self, line: int) -> Statement | None:
         """The statement that has a ``line`` outside of the statement's blocks."""
@@ -216,6 +215,34 @@ def reads_of(code: CodeType) -> Reads | None:
             reader.reads.parameters = node.args
         reader.block(with_separate_names(node).body)
     return reader.reads
+
+
+_CLIPS: Final = {"clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
+_LEAVES_ALONE: Final = {"zero_", "detach_", "requires_grad_"}  # methods of gradients that no update needs
+
+
+@functools.lru_cache(maxsize=512)
+def gradients_read(code: CodeType) -> tuple[tuple[int, Path | None], ...]:
+    """The lines in which the function with this ``code`` reads or clips gradients, and whose, if that is a path.
+
+    Not where a gradient is only set, set to zero, or compared with None.
+    """
+    node = node_of(code)
+    skip: set[int] = set()
+    found: list[tuple[int, Path | None]] = []
+    for each in () if node is None else within(node):
+        match each:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _CLIPS:
+                found.append((each.lineno, None))
+            case ast.Call(func=function):  # such as torch.autograd.grad
+                skip.add(id(function))
+            case ast.Compare(left=left, comparators=[ast.Constant(value=None)]):
+                skip.add(id(left))
+            case ast.Attribute(value=value, attr=name) if name in _LEAVES_ALONE:
+                skip.add(id(value))
+            case ast.Attribute(value=owner, attr="grad", ctx=ast.Load()) if id(each) not in skip:
+                found.append((each.lineno, path_of(owner)))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
