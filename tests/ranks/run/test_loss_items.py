@@ -91,6 +91,14 @@ MEANS = {
     "each sample's": lambda out, y: torch.stack([one.mean() for one in out]).mean(),
 }
 
+#: Losses in which the samples of a micro-batch meet.
+MEETING = {
+    "root": lambda out, y: F.mse_loss(out, F.one_hot(y, 3).float()).sqrt(),
+    "dice": lambda out, y: F.cross_entropy(out, y) + 1 - out.sigmoid()[:, 0].sum() / (out.sigmoid().sum() + 1),
+    "hardest": lambda out, y: F.cross_entropy(out, y, reduction="none").topk(1).values.mean(),
+    "pairs": lambda out, y: F.mse_loss(out @ out.T, torch.eye(len(out))),
+}
+
 
 def make_net():
     torch.manual_seed(1)
@@ -99,10 +107,10 @@ def make_net():
 
 def trained(name, advised=False, micro_batch=2, penalty=False):
     """The weights after four steps of 12 samples, and the lines that this rank has told about the loss."""
-    means = MEANS | DIVIDED
+    means = MEANS | DIVIDED | MEETING
     loss, options = (means[name], None) if name in means else TOLD[name][:2]
     net = make_net()
-    with contextlib.redirect_stderr(io.StringIO()) as said, Run(replay=name in TOLD and not advised) as run:
+    with contextlib.redirect_stderr(io.StringIO()) as said, Run(replay=name in TOLD | MEETING and not advised) as run:
         model = run.model(net)
         run.optimizer(torch.optim.SGD(model.parameters(), lr=LR))
         loader = run.loader((X, Y), global_batch=12, micro_batch=micro_batch, shuffle=False)
@@ -115,12 +123,12 @@ def trained(name, advised=False, micro_batch=2, penalty=False):
                     value = value + 1e-9 * sum(p.square().sum() for p in model.parameters())
                 run.step(value, **given)
         weights = run.state_dict(model)
-    words = ("the loss is a mean over", "loss is a sum over", "the loss is divided by")
+    words = ("the loss is a mean over", "loss is a sum over", "the loss is divided by", "the loss is no mean over")
     return weights, [line for line in said.getvalue().splitlines() if any(each in line for each in words)]
 
 
 def by_hand(name):
-    loss = MEANS[name] if name in MEANS else TOLD[name][0]
+    loss = (MEANS | MEETING)[name] if name in MEANS | MEETING else TOLD[name][0]
     model = make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for _ in range(2):
@@ -161,6 +169,18 @@ def test_a_mean_over_samples_is_not_told_and_is_that_of_plain_torch():
 def test_a_step_of_one_micro_batch_is_that_of_plain_torch():
     for name, ((weights, lines),) in zip(TOLD, on_world(1, [(trained, name, False, 12) for name in TOLD]), strict=True):
         assert not lines, name
+        assert_as_by_hand(name, weights)
+
+
+def test_a_loss_in_which_samples_meet_is_told_and_with_the_advice_is_that_of_plain_torch():
+    results = on_world(2, [(trained, name) for name in MEETING])
+    advised = on_world(1, [(trained, name, False, 12) for name in MEETING])
+    for name, told, ((weights, lines),) in zip(MEETING, results, advised, strict=True):
+        (line,) = (line for _, found in told for line in found)  # the leader's
+        assert line.startswith("the loss is no mean over samples:")
+        assert "2 samples meet, and not the 12 of a step" in line
+        assert "with micro_batch=12 the loss is that of one GPU" in line
+        assert lines == []
         assert_as_by_hand(name, weights)
 
 

@@ -31,7 +31,7 @@ from lockstep.torch_private import saved_by
 _TRANSPARENT: Final = frozenset(
     ("Add", "Sub", "Rsub", "Neg", "Mul", "Div", "ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Stack", "Cat")
 )
-_MOST_NODES: Final = 500
+MOST_NODES: Final = 500  #: of a graph that are looked at
 _MEAN: Final = 1  # torch's numbers of reductions
 _SUM: Final = 2
 
@@ -123,12 +123,14 @@ def terms_of(loss: torch.Tensor, samples: int, shapes: Container[torch.Size]) ->
         shapes: those of parameters: sums and means of such tensors are penalties on weights.
     """
     waiting: list[tuple[Any, float | None]] = [(loss.grad_fn, None)]  # with what divides the value further up
-    for _ in range(_MOST_NODES):
+    for _ in range(MOST_NODES):
         if not waiting:
             return
         node, divisor = waiting.pop()
-        kind = _kind_of(node)
-        children = _children(node)
+        kind = kind_of(node)
+        children = children_of(node)
+        if kind == "Div" and len(children) > 1:
+            continue  # a ratio of what is computed, as in dice: no mean over items
         if kind in _TRANSPARENT:
             divisor = _divided(divisor, node, kind, samples)
         elif kind not in ("Sum", "Mean"):
@@ -154,21 +156,23 @@ def _is_divided_by(loss: torch.Tensor, number: int) -> bool:
     """Whether ``loss`` is a mean, and no sum of several, that is divided by ``number``, more than 1, besides."""
     node: Any = loss.grad_fn
     divisor: float | None = None
-    while _kind_of(node) in ("Div", "Mul"):
-        children = _children(node)
+    while kind_of(node) in ("Div", "Mul"):
+        children = children_of(node)
         if len(children) != 1:
             return False
-        divisor = _divided(divisor, node, _kind_of(node), number)
+        divisor = _divided(divisor, node, kind_of(node), number)
         (node,) = children
-    is_mean = _kind_of(node) == "Mean" or saved_by(node, "reduction") == _MEAN
+    is_mean = kind_of(node) == "Mean" or saved_by(node, "reduction") == _MEAN
     return number > 1 and is_mean and divisor is not None and isclose(divisor, number, rel_tol=1e-6)
 
 
-def _children(node: Any) -> list[Any]:
+def children_of(node: Any) -> list[Any]:
+    """The nodes that a ``node`` of the graph of a backward pass gives gradients to."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def _kind_of(node: Any) -> str:
+def kind_of(node: Any) -> str:
+    """The operation that a ``node`` is of, such as ``Mul``."""
     return str(node.name()).rstrip("0123456789").removesuffix("Backward")
 
 
