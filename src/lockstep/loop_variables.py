@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-#: What may read every variable by its name.
-READ_ALL: Final = {"locals", "globals", "vars", "dir", "eval", "exec"}
+_READ_ALL: Final = {"locals", "globals", "eval", "exec"}
+_OWN: Final = {"vars", "dir"}  # without arguments
 _SCOPES: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 #: What reads variables of the function around it whenever it is called or gone through.
 LATER: Final = (*_SCOPES, ast.GeneratorExp)
@@ -37,9 +37,9 @@ def dead_at(function: ast.AST, line: int) -> frozenset[str]:
     Others may be dead, too: nothing is concluded from the ways on which statements run, and nothing where ``locals()``
     or the like may read all variables.
     """
-    named = _named([function])
-    if not named.keys().isdisjoint(READ_ALL):
+    if reads_all(function):
         return frozenset()
+    named = _named([function])
     dead: set[str] = set()
     block: Sequence[ast.stmt] = getattr(function, "body", ())
     of_loop = False
@@ -54,6 +54,30 @@ def dead_at(function: ast.AST, line: int) -> frozenset[str]:
         block = next((inner for inner in _blocks(node) if _holds(inner, line)), ())
         of_loop = isinstance(node, ast.For | ast.AsyncFor | ast.While) and block is node.body
     return frozenset(dead)
+
+
+def reads_all(function: ast.AST) -> bool:
+    """Whether a function or module may read every variable by its name, as by ``locals()`` or ``vars()``."""
+    return any(
+        (isinstance(part, ast.Name) and part.id in _READ_ALL)
+        or (isinstance(part, ast.Call) and not part.args and isinstance(part.func, ast.Name) and part.func.id in _OWN)
+        for part in ast.walk(function)
+    )
+
+
+def free_names(node: ast.AST) -> set[str]:
+    """The names in a ``node`` that are not variables of functions and comprehensions within, nor their own."""
+    names: set[str] = set()
+    for child in ast.iter_child_nodes(node):
+        names |= {child.id} if isinstance(child, ast.Name) else free_names(child)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        shared = {n for part in ast.walk(node) if isinstance(part, ast.Global | ast.Nonlocal) for n in part.names}
+        own = stored(node.body if isinstance(node.body, list) else [node.body])
+        names -= (own | {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}) - shared
+        names |= shared | free_names(node.args)
+    elif isinstance(node, ast.GeneratorExp):
+        names -= stored(part.target for part in node.generators)
+    return names
 
 
 def _named(nodes: Iterable[ast.AST]) -> Counter[str]:

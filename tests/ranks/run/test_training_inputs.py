@@ -1247,7 +1247,15 @@ TOLD = {
         "right, which optimizer.param_groups[0]['lr']",
     ),
 }
+AGAIN = "x = torch.zeros(2, 3)\nfor turn in range(2):\n    x = x + 0.1 * x.tanh()\n"
 NOT_PARTS = {
+    "a name that is used again": ("pass", f"{AGAIN}print(x)"),
+    "a name that is used again, in a file": ("pass", f"{AGAIN}csv.writer(io.StringIO()).writerow(x.tolist())"),
+    "items of another loop": (
+        "pass",
+        "right = 0\nfor x, y in zip(torch.ones(4, 2), torch.ones(4, 2)):\n    right += (y == 1).sum().item()\n"
+        "json.dump([right, *vars(types.SimpleNamespace(a=1))], io.StringIO())",
+    ),
     "a rate by the sum of all": (
         "pass",
         f"{EVALUATED}if run.sum(seen) > 6:\n    optimizer.param_groups[0]['lr'] = 0.01",

@@ -48,6 +48,9 @@ def test_an_example_for_the_log_is_none_of_the_steps_values():
         "rate = f()\nfor x in xs:\n    use(rate)\nrate = g()\nfor y in ys:\n    use(rate)",  # outlives a turn
         "a = f()\nlater = lambda: a\na = g()\nlater()",
         "a = f()\nuse(a)\na = g()\nprint(locals())",
+        "a = f()\nuse(a)\na = g()\nprint(vars())",
+        "a = f()\nlater = lambda b=a: b\na = g()\nlater()",
+        "a = f()\nlater = (a for b in xs)\na = g()\nuse(later)",
         "a = f()\ntry:\n    a = g()\n    h()\nexcept ValueError:\n    pass\nprint(a)",
         "a = f()\ntry:\n    a = g()\n    h()\nexcept ValueError:\n    use(a)",
         "a = f()\nwith suppress(ValueError):\n    g()\n    a = h()\nprint(a)",
@@ -62,6 +65,9 @@ def test_one_variable_keeps_its_name(text):
     ("text", "last"),
     [
         ("a = f()\nuse(a)\na = g()\nuse(a)", "use(a at 4:4)"),
+        ("a = f()\nuse(vars(a))\na = g()\nuse(a)", "use(a at 4:4)"),
+        ("a = f()\nuse(a)\nlater = lambda a: a + 1\na = g()\nuse(a)", "use(a at 5:4)"),
+        ("a = f()\nuse(a)\ndef later():\n    a = 1\n    return [a]\na = g()\nuse(a)", "use(a at 7:4)"),
         ("a = f()\nuse(a)\na = g(a)\nuse(a)", "use(a at 4:4)"),
         ("for x in xs:\n    use(x)\nfor x in ys:\n    use(x)", "use(x at 4:8)"),
         ("a = f()\nuse(a)\nif (a := g()):\n    use(a)", "use(a at 4:8)"),

@@ -23,7 +23,7 @@ from lockstep.run.source.reachable import root_of, script_roots
 from lockstep.run.source.script_callees import callees_of
 from lockstep.run.source.script_functions import Context, running_functions
 from lockstep.run.source.script_places import NOTHING
-from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_paths import Path, name_in_script
 from lockstep.run.source.source_reads import Call
 from lockstep.run.state.registered import State
 
@@ -103,12 +103,24 @@ def _part(
 
 
 def _set_elsewhere(context: Context) -> Iterator[tuple[int, str]]:
-    """The owner and the name of variables that other loops of a running function set anew before they read them."""
+    """The owner and the name of variables whose values that are told are not those that the loop's body sets.
+
+    Other loops of a running function set them anew before they read them, or lines after the loop do, for which
+    `with_separate_names` has given a name of its own to the body's variable.
+    """
     assert context.frame is not None
     owner = id(context.frame if context.is_function else context.variables)
     for loop in context.reads.loops:
         if not loop.first <= context.frame.f_lineno <= loop.last:
             yield from ((owner, name) for name in loop.fresh)
+            continue
+        inner = [each for each in context.reads.loops if loop.first <= each.first <= loop.last]
+        firsts = {each.first for each in inner}  # a change there has the script's own name
+        inside = (change for change in context.reads.changes if loop.first <= change.line <= loop.last)
+        set_here = {change.path.root for change in inside if change.line not in firsts}
+        set_here = set_here.union(*(each.items for each in inner))
+        named_anew = {name_in_script(name) for name in loop.fresh if name != name_in_script(name)}
+        yield from ((owner, name) for name in named_anew - set_here)
 
 
 def _given_to_meetings(follower: InputFollower, context: Context) -> set[int]:

@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Final, TypeVar
 
-from lockstep.loop_variables import LATER, READ_ALL, stored
+from lockstep.loop_variables import LATER, free_names, reads_all, stored
 from lockstep.run.source.source_paths import OF_USE
 
 _Node = TypeVar("_Node", bound=ast.AST)
@@ -48,8 +48,7 @@ def _separable(function: ast.AST) -> set[str]:
     if isinstance(function, ast.Lambda):
         return set()
     inner = [part for child in ast.iter_child_nodes(function) for part in ast.walk(child)]
-    named = {part.id for part in inner if isinstance(part, ast.Name)}
-    if not named.isdisjoint(READ_ALL):
+    if reads_all(function):
         return set()
     counted: defaultdict[str, int] = defaultdict(int)
     others: set[str] = set()
@@ -70,7 +69,7 @@ def _separable(function: ast.AST) -> set[str]:
             case ast.alias(name=name, asname=alias):
                 others.add((alias or name).partition(".")[0])
         if isinstance(part, LATER):
-            others.update(node.id for node in ast.walk(part) if isinstance(node, ast.Name))
+            others |= free_names(part)
             others.add(getattr(part, "name", ""))
     return {name for name, times in counted.items() if times > 1} - others
 
