@@ -1,5 +1,6 @@
 """What a script computes its training from is found in its source: state of a body, lost variables, ranks."""
 
+import contextlib
 import gc
 import runpy
 import sys
@@ -1390,6 +1391,47 @@ def test_gradients_that_are_read_after_their_step_are_said(tmp_path, capfd, body
     play(tmp_path, body, setup=HELPER)
     found = capfd.readouterr().err.count("no gradients are left to read or clip, since run.step(...) has used them")
     assert found == said
+
+
+CALLBACKS = """
+class Counting:
+    def __init__(self):
+        self.seen = 0
+        self.rate = 0.1
+
+    def on_batch(self):
+        self.seen += 1
+
+    def on_epoch(self, model):
+        self.seen = 0
+
+class Keeping:
+    def __init__(self):
+        self.state = None
+
+    def on_batch(self):
+        pass
+
+    def on_epoch(self, model):
+        self.state = copy.deepcopy(model.state_dict())
+
+class Slowing(Counting):
+    def on_batch(self):
+        self.rate *= 0.9
+
+import copy
+"""
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("Counting", False), ("Slowing", True)])
+def test_a_callback_counts_for_itself_beside_another_one(tmp_path, kind, refused):
+    """The list of both leads to a state that the model is given, and one of them has nothing to do with that state."""
+    weight = "(2 if any(one.rate < 0 for one in others) else 1)" if refused else "1"
+    body = f"run.step({weight} * F.cross_entropy(model(x), y))\nfor each in callbacks:\n    each.on_batch()"
+    after = "for each in callbacks:\n    each.on_epoch(model)\nmodel.load_state_dict(keeping.state)"
+    before = f"keeping = Keeping()\ncallbacks = [{kind}(), keeping]\nothers = callbacks[:1]"
+    with pytest.raises(UsageError, match=r"rate, which .* differed") if refused else contextlib.nullcontext():
+        play(tmp_path, body, setup=CALLBACKS, before=before, after=after)
 
 
 def test_reading_leaves_functions_alone_whose_source_is_not_there(tmp_path):

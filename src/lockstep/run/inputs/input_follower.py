@@ -152,6 +152,7 @@ class InputFollower:
             seen.add(read)
             self._left -= 1
             if isinstance(read, Path):
+                self.found.read_names.update(read.attributes)
                 waiting += self._of_path(context, read, given, outward)
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads

@@ -71,6 +71,7 @@ class TrainingInputs:
     kept: set[tuple[int, str, tuple[str, ...]]] = field(default_factory=set)  #: in files written after the loop
     #: Of places that are made when needed, what is made with them, as the table of which a number is the length.
     made_with: dict[tuple[int, str, tuple[str, ...]], list[Place]] = field(default_factory=dict)
+    read_names: set[str] = field(default_factory=set)  #: of attributes that something here is computed from
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
     own: dict[int, str] = field(default_factory=dict)  #: what tells a reader of own micro-batches alone, by lines
     gradients: str = ""  #: where bodies read or clip gradients that `Run.step` has used; "" for nowhere
@@ -102,7 +103,7 @@ class TrainingInputs:
 
     def held(self) -> Held:
         """The values at these places now."""
-        return held(self.places.values(), self.skip, STATELESS)
+        return held(self.places.values(), self.skip, STATELESS, self.read_names)
 
     def rebound(self, owner_of: Callable[[object], object]) -> TrainingInputs:
         """The same places with other owners of variables, such as the functions of a later loop."""
@@ -120,7 +121,7 @@ class TrainingInputs:
 
     def held_between(self) -> Held:
         """The same, without places that tell of the last body only or are made when needed."""
-        return held(self._lasting.values(), self.skip, STATELESS)
+        return held(self._lasting.values(), self.skip, STATELESS, self.read_names)
 
     def values_between(self) -> dict[str, tuple[object, str]]:
         """The values themselves at the places of `held_between`, and what is computed from each."""
@@ -137,7 +138,7 @@ class TrainingInputs:
     def held_of_bodies(self) -> Held:
         """Only places that nothing but a body changes, and their items; not attributes, of which less is known."""
         places = [(place, what) for key, (place, what) in self.places.items() if key in self.of_bodies]
-        found = held(places, self.skip, STATELESS)
+        found = held(places, self.skip, STATELESS, self.read_names)
         starts = tuple(f"{place.text}[" for place, _ in places)
         themselves = {place.text for place, _ in places}
         return {name: each for name, each in found.items() if name in themselves or name.startswith(starts)}
@@ -164,7 +165,7 @@ class TrainingInputs:
             for key, place in self.places.items()
             if key in self.when_needed and not _is_length(place[0], self.made_with.get(key, []))
         )
-        return held(needed, self.skip, STATELESS)
+        return held(needed, self.skip, STATELESS, self.read_names)
 
 
 def _is_length(place: Place, tables: list[Place]) -> bool:

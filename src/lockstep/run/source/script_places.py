@@ -11,19 +11,22 @@ import ast
 import functools
 import operator
 import os
+import sys
 from collections import deque, namedtuple
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import islice
 from types import CellType, FrameType, MemberDescriptorType, MethodType
 from typing import Any, Final, NamedTuple
 
 from torch import nn
 
 from lockstep.run.source.reachable import CACHES, MODULE_PARTS, TENSOR_RANK, Mark, look, variables_of
-from lockstep.run.source.script_modules import dict_of
+from lockstep.run.source.script_modules import dict_of, file_of
 from lockstep.run.source.source_paths import is_key
 
 NOTHING: Final = object()  #: where there is no value
 _DEPTH: Final = 5
+_MOST_ITEMS: Final = 500  # of a container
 _MOST_MARKS: Final = 500
 _CONTAINERS: Final = {"dict", "list", "tuple", "deque", "set"}
 _FIELD: Final = type(namedtuple("_", "field").field)  # type: ignore[attr-defined]
@@ -61,13 +64,36 @@ Held = Mapping[str, tuple[Mark, str]]
 """By path, what is there, and what of the training is computed from it."""
 
 
-def held(places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...]) -> Held:
-    """The values now at ``places``, each with the text of what is computed from the place. See `look`."""
+def held(
+    places: Iterable[tuple[Place, str]], skip: Collection[int], but: tuple[type, ...], read: Collection[str]
+) -> Held:
+    """The values now at ``places``, each with the text of what is computed from the place. See `look`.
+
+    Of objects of the script's own classes in a container only attributes are looked at that are ``read`` somewhere: one
+    callback in a list may count for itself while another one has what the training is computed from.
+    """
     found: dict[str, tuple[Mark, str]] = {}
     for place, what, value in values_at(places):
-        marks = look({place.text: value}, skip=skip, but=but, depth=_DEPTH, limit=_MOST_MARKS)
+        objects = ((key, one) for key, one in _objects_in(value) if id(one) not in skip and not isinstance(one, but))
+        apart = {f"{place.text}{key}": one for key, one in objects}
+        attributes = ((f"{at}.{name}", name, part) for at, one in apart.items() for name, part in dict_of(one).items())
+        parts = {path: part for path, name, part in attributes if name in read}
+        without = {*skip, *map(id, apart.values())}
+        marks = look({place.text: value, **parts}, skip=without, but=but, depth=_DEPTH, limit=_MOST_MARKS)
         found |= {name: (mark, what) for name, mark in marks.items()}
     return found
+
+
+def _objects_in(value: object) -> Iterator[tuple[str, object]]:
+    """The objects of the script's own classes in a container, each with its key."""
+    items: Iterable[tuple[object, object]] = ()
+    if type(value) in (list, tuple, deque):
+        items = enumerate(value)  # type: ignore[call-overload]
+    elif isinstance(value, dict):
+        items = value.items()
+    for key, one in islice(items, _MOST_ITEMS):
+        if dict_of(one) is not None and file_of(sys.modules.get(type(one).__module__)):
+            yield f"[{key!r}]", one
 
 
 def values_at(places: Iterable[tuple[Place, str]]) -> Iterator[tuple[Place, str, object]]:
