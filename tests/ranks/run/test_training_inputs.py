@@ -1426,8 +1426,9 @@ import copy
 @pytest.mark.parametrize(("kind", "refused"), [("Counting", False), ("Slowing", True)])
 def test_a_callback_counts_for_itself_beside_another_one(tmp_path, kind, refused):
     """The list of both leads to a state that the model is given, and one of them has nothing to do with that state."""
-    weight = "(2 if any(one.rate < 0 for one in others) else 1)" if refused else "1"
-    body = f"run.step({weight} * F.cross_entropy(model(x), y))\nfor each in callbacks:\n    each.on_batch()"
+    weight = "for one in others:\n    if one.rate < 0:\n        weight = 2\n" if refused else ""
+    calls = "for each in callbacks:\n    each.on_batch()"
+    body = f"weight = 1\n{weight}run.step(weight * F.cross_entropy(model(x), y))\n{calls}"
     after = "for each in callbacks:\n    each.on_epoch(model)\nmodel.load_state_dict(keeping.state)"
     before = f"keeping = Keeping()\ncallbacks = [{kind}(), keeping]\nothers = callbacks[:1]"
     with pytest.raises(UsageError, match=r"rate, which .* differed") if refused else contextlib.nullcontext():

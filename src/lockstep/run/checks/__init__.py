@@ -5,7 +5,7 @@ nonfinite         losses and gradients that are not finite
 loop_checks       what a body must not do, since ranks run the body different numbers of times
 update_checks     ... and must not do with gradients where ranks divide an update
 loss_items        a loss that is no mean over samples, or is divided by the micro-batches besides
-sample_coupling   a loss in which the samples of a micro-batch meet
+batch_losses      a loss in which the samples of a micro-batch meet
 buffer_moves      buffers that several micro-batches move otherwise than one large one
 written_files     files that several ranks open for writing
 script_options    learning rates of a resumed script that differ from those the run began with

@@ -56,7 +56,9 @@ from lockstep.run.source.script_functions import (
     Argument,
     Callee,
     Context,
+    attributes_read,
     bind,
+    gradients_read,
     is_of,
     is_ours,
     is_run,
@@ -75,7 +77,6 @@ from lockstep.run.source.source_reads import (
     Lines,
     Read,
     Text,
-    gradients_read,
     reads_of,
 )
 from lockstep.run.state.registered import State
@@ -145,6 +146,7 @@ class InputFollower:
         """Note the places that ``given`` is computed from; add reads of the function's parameters to ``outward``."""
         seen: set[Read] = set()
         waiting = list(given.reads)
+        self.found.read_names |= attributes_read(context.code)
         while waiting and self._left:
             read = waiting.pop()
             if read in seen:
@@ -152,7 +154,6 @@ class InputFollower:
             seen.add(read)
             self._left -= 1
             if isinstance(read, Path):
-                self.found.read_names.update(read.attributes)
                 waiting += self._of_path(context, read, given, outward)
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads

@@ -30,11 +30,11 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.errors import UsageError
+from lockstep.run.checks.batch_losses import BatchLosses
 from lockstep.run.checks.buffer_moves import BufferMoves
 from lockstep.run.checks.loop_checks import LoopChecks
 from lockstep.run.checks.loss_items import LossItems
 from lockstep.run.checks.nonfinite import NonFiniteChecks
-from lockstep.run.checks.sample_coupling import SampleCoupling
 from lockstep.run.checks.update_checks import UpdateChecks
 from lockstep.run.loop.closures import ClosureSteps, HeldMicroBatch
 from lockstep.run.loop.gradient_hooks import GradientHooks
@@ -120,7 +120,7 @@ class TrainStep:
         # Where ranks hold parts of the model, they would have to come to a backward pass together.
         part = strategy.state_part
         looks = not (strategy.forward_is_collective or (part is not None and part.divides_models))
-        self._coupling: Final = SampleCoupling(state, context.warnings) if looks else None
+        self._batch_losses: Final = BatchLosses(state, context.warnings) if looks else None
         self._brings_together = False  # whether the script's loop brings together what ranks have
         self._buffer_moves: Final = BufferMoves(state, context.warnings)
         self._marker: Final = context.marker
@@ -198,8 +198,8 @@ class TrainStep:
         value = None if pipeline is not None else self._value_of(loss, task, position, items)
         if value is not None and position.is_checked and count is None and loss_is == "mean":
             self._loss_items.look_at(value, target, position)
-        if value is not None and replayed and self._coupling is not None and not self._brings_together:
-            self._coupling.look_at(value, target, position)
+        if value is not None and replayed and self._batch_losses is not None and not self._brings_together:
+            self._batch_losses.look_at(value, target, position)
         current.reached.add(target)
         current.with_loss.update(optimizers)
         if position.last and not replayed:

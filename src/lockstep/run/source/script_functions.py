@@ -6,6 +6,7 @@ def penalty(self, out):            self    the object whose method is called
 
 from __future__ import annotations
 
+import ast
 import builtins
 import functools
 import inspect
@@ -18,7 +19,7 @@ from lockstep.run.source.decided_tests import UNKNOWN, ChangedNames, value_of_te
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.reachable import script_frames, variables_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_paths import Path, name_in_script
+from lockstep.run.source.source_paths import Path, name_in_script, path_of, within
 from lockstep.run.source.source_reads import (
     ITEMS,
     NO_LOOP,
@@ -29,6 +30,7 @@ from lockstep.run.source.source_reads import (
     Reads,
     Text,
     Use,
+    node_of,
     reads_of,
 )
 
@@ -36,6 +38,8 @@ T = TypeVar("T")
 
 #: Types of numbers and texts.
 PLAIN: Final = (bool, int, float, str, type(None))
+_CLIPS: Final = {"clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
+_LEAVES_ALONE: Final = {"zero_", "detach_", "requires_grad_"}  # methods of gradients that no update needs
 
 
 class Argument(NamedTuple):
@@ -369,3 +373,34 @@ def is_run(value: object) -> bool:
 def is_ours(value: object) -> bool:
     """Whether ``value`` belongs to Lockstep."""
     return type(value).__module__.partition(".")[0] == "lockstep"
+
+
+@functools.lru_cache(maxsize=512)
+def attributes_read(code: CodeType) -> frozenset[str]:
+    """The names of the attributes that the function with this ``code`` reads, of whatever objects."""
+    parts = ast.walk(node_of(code) or ast.Module([], []))
+    return frozenset(one.attr for one in parts if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Load))
+
+
+@functools.lru_cache(maxsize=512)
+def gradients_read(code: CodeType) -> tuple[tuple[int, Path | None], ...]:
+    """The lines in which the function with this ``code`` reads or clips gradients, and whose, if that is a path.
+
+    Not where a gradient is only set, set to zero, or compared with None.
+    """
+    node = node_of(code)
+    skip: set[int] = set()
+    found: list[tuple[int, Path | None]] = []
+    for each in () if node is None else within(node):
+        match each:
+            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _CLIPS:
+                found.append((each.lineno, None))
+            case ast.Call(func=function):  # such as torch.autograd.grad
+                skip.add(id(function))
+            case ast.Compare(left=left, comparators=[ast.Constant(value=None)]):
+                skip.add(id(left))
+            case ast.Attribute(value=value, attr=name) if name in _LEAVES_ALONE:
+                skip.add(id(value))
+            case ast.Attribute(value=owner, attr="grad", ctx=ast.Load()) if id(each) not in skip:
+                found.append((each.lineno, path_of(owner)))
+    return tuple(found)

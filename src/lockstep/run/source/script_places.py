@@ -88,7 +88,7 @@ def _objects_in(value: object) -> Iterator[tuple[str, object]]:
     """The objects of the script's own classes in a container, each with its key."""
     items: Iterable[tuple[object, object]] = ()
     if type(value) in (list, tuple, deque):
-        items = enumerate(value)  # type: ignore[call-overload]
+        items = enumerate(value)  # type: ignore[arg-type]
     elif isinstance(value, dict):
         items = value.items()
     for key, one in islice(items, _MOST_ITEMS):

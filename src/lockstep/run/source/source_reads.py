@@ -217,34 +217,6 @@ def reads_of(code: CodeType) -> Reads | None:
     return reader.reads
 
 
-_CLIPS: Final = {"clip_grad_norm_", "clip_grad_value_", "get_total_norm"}
-_LEAVES_ALONE: Final = {"zero_", "detach_", "requires_grad_"}  # methods of gradients that no update needs
-
-
-@functools.lru_cache(maxsize=512)
-def gradients_read(code: CodeType) -> tuple[tuple[int, Path | None], ...]:
-    """The lines in which the function with this ``code`` reads or clips gradients, and whose, if that is a path.
-
-    Not where a gradient is only set, set to zero, or compared with None.
-    """
-    node = node_of(code)
-    skip: set[int] = set()
-    found: list[tuple[int, Path | None]] = []
-    for each in () if node is None else within(node):
-        match each:
-            case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)) if name in _CLIPS:
-                found.append((each.lineno, None))
-            case ast.Call(func=function):  # such as torch.autograd.grad
-                skip.add(id(function))
-            case ast.Compare(left=left, comparators=[ast.Constant(value=None)]):
-                skip.add(id(left))
-            case ast.Attribute(value=value, attr=name) if name in _LEAVES_ALONE:
-                skip.add(id(value))
-            case ast.Attribute(value=owner, attr="grad", ctx=ast.Load()) if id(each) not in skip:
-                found.append((each.lineno, path_of(owner)))
-    return tuple(found)
-
-
 @functools.lru_cache(maxsize=64)
 def nodes_of(file: str) -> dict[tuple[str, int], _Function | ast.Module]:
     """The functions of a source file, by what their code says of its name and first line."""

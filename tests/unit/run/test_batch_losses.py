@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.run.checks.sample_coupling import samples_meet
+from lockstep.run.checks.batch_losses import samples_meet
 
 N = 4
 X = torch.sin(torch.arange(N * 6.0)).view(N, 6)

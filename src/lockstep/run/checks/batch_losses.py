@@ -39,7 +39,7 @@ _LOOKS: Final = 2
 _LEAST: Final = 1e-4  # of the largest derivative
 
 
-class SampleCoupling:
+class BatchLosses:
     """Looks at losses in replays of a run's first checked micro-batches, on one rank.
 
     Args:
