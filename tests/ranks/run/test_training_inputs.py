@@ -1120,6 +1120,8 @@ METER = """
         def mean(cls): return cls.seen / 16
 """
 REPORT = """
+def count(): count.calls += 1
+count.calls = 0
 def report(run, number): run.log(number=number)
 def ratio(part, whole): return part / whole
 def accuracy(run, model, batches):
@@ -1156,6 +1158,29 @@ TOLD = {
         "seen += len(x)",
         "types.SimpleNamespace(rows=[seen], to_csv=str).to_csv('log.csv')",
         "seen, which to_csv(...)",
+    ),
+    "another way to write": ("seen += len(x)", "save_image = print\nsave_image(seen)", "seen, which save_image(...)"),
+    "rows of a data base": (
+        "seen += len(x)",
+        "sqlite3.connect(':memory:').execute('select ?', (seen,))",
+        "seen, which execute(...)",
+    ),
+    "exit code": (
+        "seen += len(x)",
+        "try:\n    sys.exit(seen)\nexcept SystemExit:\n    pass",
+        "seen, which sys.exit(...)",
+    ),
+    "row of a table": (
+        "seen += len(x)",
+        "log = types.SimpleNamespace(loc={}, to_csv=str)\nlog.loc[epoch] = seen\nlog.to_csv()",
+        "seen, which log.to_csv(...)",
+    ),
+    "attribute of a function": ("count()", "print(count.calls)", "count.calls, which print(...)"),
+    "observer": (
+        "pass",
+        "extremes = torch.ao.quantization.MinMaxObserver()\nfor x, y in run.evaluate(batches):\n    extremes(x * len(history))\n"
+        "    history.append(0)\nscale, zero = extremes.calculate_qparams()\ntorch.save(scale, io.BytesIO())",
+        "extremes, which torch.save(...)",
     ),
     "history": ("seen += len(x)", "history.append(seen)\nprint(history)", "seen, which print(...)"),
     "report": ("seen += len(x)", "run.report(seen)", "seen, which run.report(...)"),
@@ -1326,7 +1351,8 @@ def logged(tmp_path, body, after, at_step="pass"):
     setup = (
         METER
         + REPORT.replace("\n", "\n    ")
-        + "\n    import copy, csv, io, json, logging, types, matplotlib.figure\n    import torch.distributed as dist"
+        + "\n    import copy, csv, io, json, logging, sqlite3, sys, types, matplotlib.figure"
+        + "\n    import torch.distributed as dist"
     )
     before = "steps, best, meter, total = 0, 0.0, Meter(), torch.zeros(1)\nseen = local_seen = 0\nhistory = []"
     done = f"loss = F.cross_entropy(model(x), y)\nif run.step(loss):\n    steps += 1\n    {at_step}"
@@ -1421,6 +1447,21 @@ class Slowing(Counting):
 
 import copy
 """
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("time.time() > end", 1),
+        ("end < datetime.datetime.now().timestamp()", 1),
+        ("any(run.gather(time.time() > end))", 0),
+        ("end < 0", 0),
+    ],
+)
+def test_a_clock_that_ends_the_training_is_said(tmp_path, capfd, test, said):
+    setup = "import datetime, time\nend = time.time() + 1000"
+    play(tmp_path, STEP, setup=setup, after=f"print('time left', end - time.time())\nif {test}:\n    break")
+    assert capfd.readouterr().err.count("each rank's own clock decides how long the training goes on") == said
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("Counting", False), ("Slowing", True)])

@@ -23,7 +23,7 @@ from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, mark_of
 from lockstep.run.source.script_functions import Context, is_of, is_ours, is_run
 from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import Place
-from lockstep.run.source.source_paths import Path
+from lockstep.run.source.source_paths import Path, is_of_comprehension
 from lockstep.run.source.source_reads import Call, Change, Choice, Counted, Read, Text, Use, flat
 
 _STEPS: Final = {"step", "update", "backward"}
@@ -295,6 +295,25 @@ def gives_micro_batches(context: Context, call: Call, methods: Collection[str] =
         case (Path(attributes=(*_, name)) as path,) if name in methods:
             return is_run(context.value_of(path.owner))
     return False
+
+
+def is_pass(context: Context, read: Read) -> bool:
+    """Whether ``read`` is a call of `Run.train`, or a variable that holds what the call returned."""
+    match read:
+        case Path(root=name, attributes=()):
+            if is_of_comprehension(name) or any(name in loop.items for loop in context.reads.loops):
+                return False  # a loop over the pass sets the variable: a micro-batch
+            made = [parts[0] for parts in context.reads.bound_to.get(name, ()) if len(parts) == 1]
+            return any(isinstance(one, Call) and is_pass(context, one) for one in made)
+        case Call():
+            return gives_micro_batches(context, read, {"train"})
+    return False
+
+
+def goes_over_pass(context: Context, read: Read) -> bool:
+    """Whether ``read`` is what `is_pass` says, or is given that."""
+    inner = read.every if isinstance(read, Call) else ()
+    return is_pass(context, read) or any(goes_over_pass(context, each) for each in inner)
 
 
 def yields_of_turn(context: Context) -> int:

@@ -23,16 +23,20 @@ from lockstep.run.inputs.body_changes import (
     BodyChanges,
     asks_step,
     gives_micro_batches,
+    goes_over_pass,
     is_given_to_all,
     is_of_all_ranks,
     is_of_items,
     is_of_last_body,
     is_of_turn,
+    is_pass,
     reached_values,
     yields_of_turn,
 )
 from lockstep.run.inputs.input_places import (
+    CLOCK,
     FOLLOWED,
+    GRADIENTS,
     LENGTH,
     NOTED,
     STATELESS,
@@ -40,6 +44,7 @@ from lockstep.run.inputs.input_places import (
     Given,
     RankUse,
     TrainingInputs,
+    is_clock,
     opaque_read,
 )
 from lockstep.run.metrics.common_numbers import is_of_rank
@@ -66,7 +71,7 @@ from lockstep.run.source.script_functions import (
 )
 from lockstep.run.source.script_modules import file_of
 from lockstep.run.source.script_places import NOTHING, Place, attribute_of, variable_at
-from lockstep.run.source.source_paths import Path, is_key, is_of_comprehension, name_in_script
+from lockstep.run.source.source_paths import Path, is_key, name_in_script
 from lockstep.run.source.source_reads import (
     ITEMS,
     WORLD_SIZE,
@@ -88,6 +93,7 @@ _MOST: Final = 4000  # reads that are followed
 _OF_RANKS: Final = {"rank", "world_size"}
 _SAMPLE: Final = "a sample"
 _LATER_SAMPLE: Final = "a sample of a later pass"
+_BRINGS: Final = "dist_sync_fn"  # of torchmetrics
 UNNAMED: Final = Call((), (), (), False, 0)  # of a function that no call of the script names
 _CONTAINERS: Final = (list, dict, set, deque)
 #: What is made of what its methods are given; a log or a progress bar is not.
@@ -158,7 +164,7 @@ class InputFollower:
             elif isinstance(read, Choice):
                 waiting += () if context.is_dead(read.guards) else read.reads
             elif isinstance(read, Counted):
-                if given.kind in NOTED and any(self._goes_over_pass(context, each) for each in read.items):
+                if given.kind in NOTED and any(goes_over_pass(context, each) for each in read.items):
                     self._note_carried(f"{given.what} is computed from what {_COUNTS}")
             elif isinstance(read, ItemsOf):
                 if given.kind == "told" and gives_micro_batches(context, read.call):
@@ -209,6 +215,11 @@ class InputFollower:
                 followed += context.reads.filled_from.get(path.root, ())
         for end in range(1, len(path.attributes) + 1):
             followed += context.reads.set_from.get(Path(path.root, path.attributes[:end]).text, ())
+        if given.kind == "told":  # with all that was set within: `table.loc[epoch] = accuracy`
+            sets = (*context.reads.changes, *context.reads.items_set)
+            parts = [each for each in sets if each.path.root == path.root and each.path != path]
+            within = [each for each in parts if each.path.attributes[: len(path.attributes)] == path.attributes]
+            followed += [read for each in within for read in each.value]
         argument = context.arguments.get(path.root)
         if argument is not None and outward is not None:
             if len(argument.reads) == 1 and isinstance(name := argument.reads[0], Path):
@@ -240,7 +251,7 @@ class InputFollower:
             return self._of_items(context, path, owner, call, given)
         if path.attributes[-1:] == ("get_world_size",):
             self.found.ranks.append(RankUse(given, f"{path.text}()"))
-        if path.text == "len" and any(self._is_pass(context, read) for read in every):
+        if path.text == "len" and any(is_pass(context, read) for read in every):
             self.found.ranks.append(RankUse(given, LENGTH))
         followed: list[Read] = []
         if path.attributes[-1:] in _GIVE_NOTHING and is_of(owner, *_CONTAINERS):
@@ -255,6 +266,8 @@ class InputFollower:
         if path.root in context.loop.fresh:  # such as one that a body makes, of what its maker is given
             makers = [read for read in context.reads.set_from.get(path.text, ()) if isinstance(read, Call)]
             followed += [read for maker in makers for read in maker.every]
+        if given.kind == "exit" and is_clock(value):
+            self.found.note_line(CLOCK, context.code, call.line)
         if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
@@ -313,22 +326,6 @@ class InputFollower:
                     self._take_returned(context, method, callee, given, followed)
                 break
         return followed
-
-    def _goes_over_pass(self, context: Context, read: Read) -> bool:
-        inner = read.every if isinstance(read, Call) else ()
-        return self._is_pass(context, read) or any(self._goes_over_pass(context, each) for each in inner)
-
-    def _is_pass(self, context: Context, read: Read) -> bool:
-        """Whether ``read`` is a call of `Run.train`, or a variable that holds what the call returned."""
-        match read:
-            case Path(root=name, attributes=()):
-                if is_of_comprehension(name) or any(name in loop.items for loop in context.reads.loops):
-                    return False  # a loop over the pass sets the variable: a micro-batch
-                made = [parts[0] for parts in context.reads.bound_to.get(name, ()) if len(parts) == 1]
-                return any(isinstance(one, Call) and self._is_pass(context, one) for one in made)
-            case Call():
-                return gives_micro_batches(context, read, {"train"})
-        return False
 
     # ---- what bodies change --------------------------------------------------------------------------------------
 
@@ -496,7 +493,7 @@ class InputFollower:
         for line, path in gradients_read(context.code):
             owner = NOTHING if path is None else context.value_of(path)
             if owner is NOTHING or is_of(owner, torch.Tensor):
-                self.found.gradients = self.found.gradients or f"{PurePath(context.code.co_filename).name}:{line}"
+                self.found.note_line(GRADIENTS, context.code, line)
 
     # ---- places ------------------------------------------------------------------------------------------------
 
@@ -537,7 +534,10 @@ class InputFollower:
             owner, value = value, following
         if place.attributes and id(owner) in self.trained and _is_registered(owner, place.attributes[-1]):
             return
-        is_known = value is NOTHING or is_of(value, *STATELESS) or is_ours(value) or id(value) in self.trained
+        # A module that is not trained may be a meter, or an observer; some bring together by themselves.
+        is_meter = given.kind == "told" and is_of(value, nn.Module) and attribute_of(value, _BRINGS) is NOTHING
+        is_known = value is NOTHING or is_ours(value) or id(value) in self.trained
+        is_known |= is_of(value, *STATELESS) and not is_meter
         if given.kind == "told" and is_of_rank(place.text):
             return
         if given.kind in FOLLOWED and not is_known:

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
-from types import FunctionType, MethodType, ModuleType
+from pathlib import PurePath
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -28,6 +29,15 @@ STEPS: Final = ("step", "backward", "update")  #: the methods of `Run` by which 
 NOTED: Final = {"step", "write", "exit"}  #: kinds of what each body computes, and each turn of an outer loop
 FOLLOWED: Final = NOTED | {"told", "seed"}  #: kinds of what is followed to the script's variables
 LENGTH: Final = "len(run.train(...))"  #: what a `RankUse` is on, if not on an attribute of `Run`
+#: What a line of the script is told for, see `TrainingInputs.lines`.
+GRADIENTS: Final = (
+    "no gradients are left to read or clip, since run.step(...) has used them. Give Run(clip_norm=...); or read and "
+    "change gradients where run.backward(...) has returned True, and then call run.update()"
+)
+CLOCK: Final = (
+    "each rank's own clock decides how long the training goes on: ranks may leave the loop at different steps, and "
+    "other numbers of ranks train for other numbers of steps. `any(run.gather(time.time() > end))` asks all clocks"
+)
 #: Kinds of objects that are no state by themselves, or that the run has.
 STATELESS: Final = (ModuleType, type, FunctionType, MethodType, nn.Module, Optimizer, property)
 _CLOCKS: Final = (
@@ -74,7 +84,7 @@ class TrainingInputs:
     read_names: set[str] = field(default_factory=set)  #: of attributes that something here is computed from
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
     own: dict[int, str] = field(default_factory=dict)  #: what tells a reader of own micro-batches alone, by lines
-    gradients: str = ""  #: where bodies read or clip gradients that `Run.step` has used; "" for nowhere
+    lines: dict[str, str] = field(default_factory=dict)  #: a line of the script for `GRADIENTS` or `CLOCK`
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)
@@ -131,6 +141,10 @@ class TrainingInputs:
         """Note that ``what`` a reader is told has a ``source`` of own micro-batches alone, with a gap for the line."""
         self.own.setdefault(line, f"{what} is computed from {source.format(line)}")
 
+    def note_line(self, about: str, code: CodeType, line: int) -> None:
+        """Note the first line ``about`` which the user is told."""
+        self.lines.setdefault(about, f"{PurePath(code.co_filename).name}:{line}")
+
     def may_change(self, names: Container[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""
         return [each for each in self._lasting.values() if not each[0].attributes or each[0].attributes[-1] in names]
@@ -174,6 +188,11 @@ def _is_length(place: Place, tables: list[Place]) -> bool:
     return type(number) is int and bool(made) and all(isinstance(one, Tensor) and number in one.shape for one in made)
 
 
+def is_clock(function: object) -> bool:
+    """Whether a function tells the time."""
+    return any(function is clock for clock in _CLOCKS)
+
+
 def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool) -> str:
     """The clock, the file or the store that a call reads, in words; "" for any other call.
 
@@ -183,7 +202,7 @@ def opaque_read(path: Path, function: object, owner: object, *, ends_loop: bool)
         owner: the object whose method is called.
         ends_loop: whether the value decides only how long a loop goes on, for which a script may read a clock.
     """
-    if not ends_loop and any(function is clock for clock in _CLOCKS):
+    if not ends_loop and is_clock(function):
         return f"the clock, by {path.text}()"
     if function is open:
         return f"what {path.text}(...) reads, which no checkpoint has"

@@ -132,7 +132,7 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
-            self._say_gradients(self._inputs)
+            self._say_lines(self._inputs)
         self._begin(frames)
         self._take_as_newest()
 
@@ -185,14 +185,11 @@ class SharedInputs:
             self._changes = changes
             self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
 
-    def _say_gradients(self, inputs: TrainingInputs) -> None:
-        if inputs.gradients and inputs.gradients not in self._parts_said:
-            self._parts_said.add(inputs.gradients)
-            self._say(
-                f"{inputs.gradients}: no gradients are left to read or clip, since run.step(...) has used them. Give "
-                "Run(clip_norm=...); or read and change gradients where run.backward(...) has returned True, and then "
-                "call run.update()"
-            )
+    def _say_lines(self, inputs: TrainingInputs) -> None:
+        for about, line in inputs.lines.items():
+            if line not in self._parts_said:
+                self._parts_said.add(line)
+                self._say(f"{line}: {about}")
 
     def _say_part(self, part: str) -> None:
         if part and part not in self._parts_said:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from lockstep.errors import UsageError
 from lockstep.run.inputs.body_changes import in_place, is_of_all_ranks, is_of_turn, within_pass
 from lockstep.run.inputs.input_follower import UNNAMED, InputFollower
-from lockstep.run.inputs.input_places import LENGTH, NOTED, Given, RankUse, TrainingInputs
+from lockstep.run.inputs.input_places import GRADIENTS, LENGTH, NOTED, Given, RankUse, TrainingInputs
 from lockstep.run.metrics.common_numbers import is_of_rank
 from lockstep.run.source.line_calls import LineCalls
 from lockstep.run.source.script_callees import callees_of, is_torchs_change, updating
@@ -75,7 +75,7 @@ _RECORDS: Final = re.compile(
     "log_(metrics?|dict|image|figure|text|artifact)|add_(scalars?|histogram|images?|figure|text|hparams)|track"
 )
 _TELLS: Final = re.compile(
-    "print|debug|info|warning|error|critical|log|say|report|measure|set_(postfix(_str)?|description)"
+    "print|debug|info|warning|error|critical|log|say|report|measure|set_(postfix(_str)?|description)|_?exit"
 )
 #: Packages whose functions and methods draw what they are given; a reader sees that picture later.
 _DRAWING: Final = {"matplotlib", "seaborn", "plotly", "altair", "bokeh"}
@@ -108,7 +108,7 @@ def training_inputs(frame: FrameType | None, state: State, calls: LineCalls) -> 
         follower.follow_changes()
         follower.find_carried_within()
         if follower.has_backward:
-            follower.found.gradients = ""
+            follower.found.lines.pop(GRADIENTS, None)
     except Exception as error:  # noqa: BLE001 - what only looks on ends no training
         return TrainingInputs(failed=unread(error))
     return follower.found

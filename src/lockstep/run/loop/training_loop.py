@@ -71,6 +71,7 @@ class TrainingLoop:
         self._left_out: Final = LeftOutSamples()
         self._series: Final = ReplaySeries(context, train_step, self._handing_out)
         self._notes_lists = False  # as the bodies of this pass begin
+        self._handed_out = -1  # the place of the micro-batch before in its step
         self._generator: weakref.ref[Generator[Data]] | None = None  # of the pass that the script is in
 
     # ---- the outer loop ------------------------------------------------------------------------------------------
@@ -438,7 +439,9 @@ class TrainingLoop:
             replays.play.note_all(SAMPLES, data)
         self._carried.micro_batch_begins(position)
         if position.is_replay:
-            context.inputs.body_begins(sys._getframe())
+            # The micro-batch of the body before would show nothing that bodies set anew.
+            if position.index != self._handed_out or position.of == 1:
+                context.inputs.body_begins(sys._getframe())
             # Samples of later micro-batches are read before the replay's effects are removed.
             self._replay_effects.begin_replay([*self._state.used_by_run(), *self._state.sample_sources])
             self._state.beside.begin_replay()
@@ -446,6 +449,7 @@ class TrainingLoop:
             context.inputs.body_ended(sys._getframe())
             self._state.beside.end_replays()
             self._replay_effects.end_replays()
+        self._handed_out = position.index
         if self._notes_lists:
             self._metrics.note_lists(sys._getframe(), self._state.used_by_run())
         seed_generators(seed_of(context.settings.seed, "step", step, position.index))

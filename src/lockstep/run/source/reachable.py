@@ -411,9 +411,10 @@ def _first(items: Any) -> Iterator[Any]:
 
 
 def _variables_of(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """The variables that ``function`` has from the functions around it, and from its module."""
+    """The attributes of a ``function``, and its variables from the functions around it and from its module."""
     if _is_foreign(function.__module__ or ""):
         return
+    yield from ((f".{name}", item) for name, item in vars(function).items())
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         if cell != CellType():  # which is not set yet
             yield f".{name}", cell.cell_contents
