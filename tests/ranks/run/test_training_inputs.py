@@ -1179,7 +1179,8 @@ TOLD = {
     "observer": (
         "pass",
         "extremes = torch.ao.quantization.MinMaxObserver()\nfor x, y in run.evaluate(batches):\n"
-        "    extremes(x * len(history))\n    history.append(0)\nscale, zero = extremes.calculate_qparams()\ntorch.save(scale, io.BytesIO())",
+        "    extremes(x * len(history))\n    history.append(0)\n"
+        "scale, zero = extremes.calculate_qparams()\ntorch.save(scale, io.BytesIO())",
         "extremes, which torch.save(...)",
     ),
     "history": ("seen += len(x)", "history.append(seen)\nprint(history)", "seen, which print(...)"),

@@ -101,6 +101,12 @@ MEANS = {
     "weighed by what was": lambda net: (
         (net(X).square().sum(1) * (w := net(X).detach().softmax(0)[:, 0])).sum() / w.sum()
     ),
+    "the class of each": lambda net: F.smooth_l1_loss(net(X).gather(1, Y[:, None])[:, 0], torch.ones(N)),
+    "classes by number": lambda net: net(X).index_select(1, torch.tensor([0, 2])).square().mean(),
+    "indexed by two": lambda net: -net(X).log_softmax(1)[torch.arange(N), Y].mean(),
+    "rows in an order": lambda net: F.mse_loss(net(X)[torch.tensor([1, 0, 3, 2])], torch.ones(N, 3)),
+    "sparse": lambda net: nn.functional.embedding(Y, net.weight.T[:3, :3]).square().mean() + net(X).square().mean(),
+    "complex": lambda net: torch.view_as_complex(net(X)[:, :2].contiguous()).abs().square().mean(),
     "entropy": lambda net: -(net(X).softmax(1) * net(X).log_softmax(1)).sum(1).mean(),
     "queue": lambda net: F.cross_entropy(F.normalize(net(X)) @ CONSTANTS.T, Y),
     "penalty on weights": lambda net: F.cross_entropy(net(X), Y) + sum(p.norm() for p in net.parameters()),

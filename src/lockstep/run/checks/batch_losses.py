@@ -187,9 +187,12 @@ def _is_of_other_rows(node: Any) -> bool:
     """Whether rows before a node are no samples: some of many are taken by number, or are added up, as in a graph."""
     if kind_of(node) in ("IndexAdd", "ScatterAdd", "ScatterReduce"):
         return True
-    sizes, indices = saved_by(node, "self_sym_sizes"), saved_by(node, "indices")
-    numbers = indices[0] if kind_of(node) == "Index" and len(indices) == 1 else saved_by(node, "index")
-    return isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64 and numbers.numel() != sizes[0]
+    if kind_of(node) not in ("Index", "IndexSelect"):
+        return False
+    sizes, indices = saved_by(node, "self_sym_sizes"), saved_by(node, "indices") or [saved_by(node, "index")]
+    numbers = indices[0] if len(indices) == 1 else None
+    is_by_number = isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64
+    return sizes is not None and is_by_number and numbers.numel() != sizes[0]
 
 
 def _chooses(node: Any, samples: int) -> bool:
