@@ -190,9 +190,8 @@ def _is_of_other_rows(node: Any) -> bool:
     if kind_of(node) not in ("Index", "IndexSelect"):
         return False
     sizes, indices = saved_by(node, "self_sym_sizes"), saved_by(node, "indices") or [saved_by(node, "index")]
-    numbers = indices[0] if len(indices) == 1 else None
-    is_by_number = isinstance(numbers, torch.Tensor) and numbers.dtype == torch.int64
-    return sizes is not None and is_by_number and numbers.numel() != sizes[0]
+    by_number = [one for one in indices if isinstance(one, torch.Tensor) and one.dtype == torch.int64]
+    return sizes is not None and len(indices) == len(by_number) == 1 and by_number[0].numel() != sizes[0]
 
 
 def _chooses(node: Any, samples: int) -> bool:
