@@ -77,6 +77,16 @@ class Seen(Memory):
         self.samples += len(x)
 
 
+class Used(Memory):
+    """How often each of the outputs was the largest."""
+
+    def __init__(self):
+        super().__init__(used=torch.zeros(4))
+
+    def learn(self, x, h, y):
+        self.used += h.argmax(1).bincount(minlength=4)
+
+
 class Running(Memory):
     def __init__(self):
         super().__init__(mean=torch.zeros(6), steps=torch.zeros(1, dtype=torch.long))
@@ -138,6 +148,7 @@ TOLD = {
     Newest: "the rows of the buffer queue moved on by 4 samples",
     Bank: "each micro-batch of 4 samples changed 4 rows of its own of the buffer bank",
     Seen: "the buffer samples moved by 4,",
+    Used: "the buffer used moved by 4,",
 }
 
 

@@ -4,8 +4,9 @@
     memory[indices] = features                  other rows in each micro-batch: each would move by a part of its way
     queue = torch.cat([keys, queue])[:1000]     rows move on by the samples of a micro-batch
     place += len(keys)                          moves by the samples of a micro-batch, not of the step
+    used += labels.bincount(minlength=10)       so do numbers that count kinds of samples
 
-The last three are told to the user. Torch's own normalisations are left alone.
+The last four are told to the user. Torch's own normalisations are left alone.
 """
 
 from __future__ import annotations
@@ -75,15 +76,14 @@ class BufferMoves:
         samples, of_step = position.samples, position.step_samples
         if not changed.any():
             return
-        if was.numel() == 1:
-            if samples > 1 and float(now) - float(was) == samples:
-                self._warnings.add(
-                    f"the buffer {name} moved by {samples}, the samples of a micro-batch: a step moves it by as much, "
-                    f"and not by its {of_step} samples. A number of samples is counted where run.step(loss) returns "
-                    "True, in a value of run.keep; a place in a queue goes with the queue",
-                    about="a buffer that moves by the samples of a micro-batch",
-                )
-        elif _moves_on(was, now, samples):
+        if _counts(was, now, samples):
+            self._warnings.add(
+                f"the buffer {name} moved by {samples}, the samples of a micro-batch: a step moves it by as much, and "
+                f"not by its {of_step} samples. A number of samples is counted where run.step(loss) returns True, in a "
+                "value of run.keep; a place in a queue goes with the queue",
+                about="a buffer that moves by the samples of a micro-batch",
+            )
+        elif was.numel() > 1 and _moves_on(was, now, samples):
             self._warnings.add(
                 f"the rows of the buffer {name} moved on by {plural(samples, 'sample')} in one micro-batch: after a "
                 f"step of {of_step} it would hold means over micro-batches, of unrelated rows. {_WAY_OUT}",
@@ -99,6 +99,14 @@ class BufferMoves:
                     f"{_WAY_OUT}",
                     about="a buffer with rows for samples",
                 )
+
+
+def _counts(was: torch.Tensor, now: torch.Tensor, samples: int) -> bool:
+    """Whether a buffer has counted ``samples``, more than 1: in one number, or of each kind for itself."""
+    if samples == 1 or was.dtype == torch.bool or was.is_complex():
+        return False
+    moved = now.double() - was.double()
+    return bool((moved.sum() == samples) & (moved >= 0).all() & (moved == moved.round()).all())
 
 
 def _moves_on(was: torch.Tensor, now: torch.Tensor, rows: int) -> bool:
