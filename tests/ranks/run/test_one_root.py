@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint import list_checkpoints
-from lockstep.errors import SettingError
+from lockstep.errors import SettingError, UsageError
 from lockstep.testing import run_each
 
 SOURCE = str(Path(lockstep.__file__).parents[1])
@@ -66,11 +66,11 @@ def test_all_ranks_of_the_second_are_refused_and_it_leaves_everything_as_it_was(
 
 
 def test_runs_of_one_process_follow_each_other_and_do_not_nest(tmp_path, monkeypatch):
-    with lockstep.Run(checkpoint=tmp_path):
-        with pytest.raises(SettingError, match="another Run of this process"):
-            lockstep.Run(checkpoint=tmp_path)
-        with lockstep.Run(checkpoint=tmp_path / "inner"):
+    with lockstep.Run(checkpoint=tmp_path) as outer:
+        with lockstep.Run(checkpoint=tmp_path):  # closes the other one first
             pass
+        with pytest.raises(UsageError, match="this run is closed"):
+            outer.log()
     with pytest.raises(ZeroDivisionError), lockstep.Run(checkpoint=tmp_path):
         1 / 0  # noqa: B018
     assert train(tmp_path) == 1
