@@ -12,6 +12,9 @@ from lockstep.run.checks.batch_losses import samples_meet
 N = 4
 X = torch.sin(torch.arange(N * 6.0)).view(N, 6)
 Y = torch.tensor([0, 1, 2, 0])
+SEQUENCES = torch.sin(torch.arange(N * 60.0)).view(N, 10, 6)
+TIMES = torch.cos(torch.arange(5 * N * 6.0)).view(5, N, 6)
+PROXIES = torch.sin(torch.arange(24.0)).view(8, 3)
 NODES = torch.sin(torch.arange(48.0)).view(8, 6)
 GRAPH = torch.cos(torch.arange(64.0)).view(8, 8)
 OF = torch.tensor([0, 0, 0, 1, 1, 2, 3, 3])
@@ -79,6 +82,9 @@ MEETING = {
     "hardest": lambda net: F.cross_entropy(net(X), Y, reduction="none").topk(2).values.mean(),
     "sorted": lambda net: F.cross_entropy(net(X), Y, reduction="none").sort().values[2:].mean(),
     "hardest negative": lambda net: F.relu(pairs(net(X)).max(1).values + 0.3).mean(),
+    "distances of all pairs": lambda net: F.relu(torch.cdist(net(X), net(X)).max(1).values + 0.3).mean(),
+    "hardest pixels": lambda net: net(X.repeat(3, 1)).square().sum(1).topk(3).values.mean(),
+    "as many classes": lambda net: 1 - (p := nn.Linear(3, N)(net(X)).sigmoid())[:, 0].sum() / (1 + p.sum()),
     "variance": lambda net: net(X).var(0).sum(),
     "correlation": lambda net: (F.normalize(net(X), dim=0).T @ F.normalize(net(X.flip(1)), dim=0)).square().mean(),
     "entropy of the mean": lambda net: torch.special.entr(net(X).softmax(1).mean(0)).sum(),
@@ -107,6 +113,30 @@ MEANS = {
     "rows in an order": lambda net: F.mse_loss(net(X)[torch.tensor([1, 0, 3, 2])], torch.ones(N, 3)),
     "sparse": lambda net: nn.functional.embedding(Y, net.weight.T[:3, :3]).square().mean() + net(X).square().mean(),
     "complex": lambda net: torch.view_as_complex(net(X)[:, :2].contiguous()).abs().square().mean(),
+    "as many classes as samples": lambda net: F.cross_entropy(nn.Linear(3, N)(net(X.repeat(5, 1))), Y.repeat(5)),
+    "largest of as many classes": lambda net: nn.Linear(3, N)(net(X)).max(1).values.mean(),
+    "sorted by as many": lambda net: nn.Linear(3, N)(net(X)).sort(1).values[:, 2:].mean(),
+    "topk of each bag": lambda net: torch.stack(
+        [net(SEQUENCES[i, :8])[:, 0].topk(2).values.mean() for i in range(N)]
+    ).mean(),
+    "bags of as many": lambda net: torch.stack([net(SEQUENCES[i, :N]).mean(0).logsumexp(0) for i in range(N)]).mean(),
+    "times first, as many as samples": lambda net: (
+        net(SEQUENCES[:, :N].transpose(0, 1)).logsumexp(0).logsumexp(1).mean()
+    ),
+    "a head of the last time": lambda net: F.mse_loss(h := net(TIMES), TIMES[..., :3]) + F.cross_entropy(h[0], Y),
+    "importance weighted": lambda net: -(net(TIMES).square().sum(2).logsumexp(0)).mean(),
+    "weights of classes": lambda net: F.cross_entropy(net(X) @ nn.Parameter(torch.eye(2 * N, 3))[:3].T, Y),
+    "a part of an embedding": lambda net: F.cross_entropy(F.linear(net(X), nn.Parameter(PROXIES)[:N]), Y),
+    "normalised proxies": lambda net: F.cross_entropy(net(X) @ F.normalize(nn.Parameter(PROXIES), dim=1).T, Y),
+    "of low rank": lambda net: F.cross_entropy(F.linear(net(X), nn.Parameter(PROXIES) @ nn.Parameter(torch.eye(3))), Y),
+    "penalty on a product": lambda net: net(X).mean() + (nn.Parameter(PROXIES) @ nn.Parameter(PROXIES.T)).norm().log(),
+    "learned weights": lambda net: (
+        (s := nn.Parameter(PROXIES[:, 0])[:N]).neg().exp() * net(X).square().mean() + s
+    ).sum(),
+    "distances to proxies": lambda net: torch.cdist(net(X), nn.Parameter(PROXIES[:N])).min(1).values.mean(),
+    "graphs of other sizes": lambda net: torch.stack(
+        [net(SEQUENCES[i, : N + i]).mean(0).logsumexp(0) for i in range(N)]
+    ).mean(),
     "entropy": lambda net: -(net(X).softmax(1) * net(X).log_softmax(1)).sum(1).mean(),
     "queue": lambda net: F.cross_entropy(F.normalize(net(X)) @ CONSTANTS.T, Y),
     "penalty on weights": lambda net: F.cross_entropy(net(X), Y) + sum(p.norm() for p in net.parameters()),

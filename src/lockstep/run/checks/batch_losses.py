@@ -14,6 +14,7 @@ direction, a second backward pass through the loss alone, must be zero for the o
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
@@ -30,10 +31,10 @@ from lockstep.torch_private import saved_by
 
 #: What makes a layer's weight of a parameter without computing anything.
 _HANDS_ON: Final = frozenset(("T", "Transpose", "Permute", "ToCopy", "View", "Unsqueeze", "Expand", "Clone"))
-_CHOOSING: Final = frozenset(("Topk", "Sort", "Kthvalue", "Max", "Min", "Median"))
-_OF_ONE: Final = frozenset(("Select", "Unbind"))  # what a loop over samples takes from a batch
-_NEAR: Final = 5  # nodes in which that is looked for
-_MOST_ROWS: Final = 4  # of a sample
+#: Parts of the names of layers: what else takes a parameter may be computed from parameters alone.
+_LAYERS: Final = re.compile("mm|Conv|Embedding|(Batch|Layer|Group|Rms)Norm|Linear|Rnn|Lstm|Gru", re.IGNORECASE)
+_CHOOSING: Final = frozenset(("Topk", "Sort", "Kthvalue"))
+_MOST_ROWS: Final = 2  # of a sample, such as two views
 _MOST_ELEMENTS: Final = 1 << 22  # of outputs that are looked at: what a large vocabulary gives would take much memory
 _LOOKS: Final = 2
 _LEAST: Final = 1e-4  # of the largest derivative
@@ -89,21 +90,24 @@ def samples_meet(loss: torch.Tensor, samples: int, shapes: Collection[torch.Size
         RuntimeError: if the loss has no second derivative, or memory is missing.
     """
     outputs: list[GradientEdge] = []
+    chosen = 0
     for node, number, is_output in _nodes_of_loss(loss.grad_fn):
         if is_output:
             outputs.append(GradientEdge(node, number))
-        elif _chooses(node, samples):
+        elif _compares_all(node, samples):
             return True
+        chosen += _chooses(node, samples)
+    if 0 < chosen < samples:  # not in each turn of a loop over the samples
+        return True
     if not outputs:
         return False
     first: Sequence[torch.Tensor | None] = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
-    outputs = [
-        edge
-        for edge, gradient in zip(outputs, first, strict=True)
-        if gradient is not None and gradient.shape not in shapes and gradient.numel() <= _MOST_ELEMENTS
-        if any(grouping(gradient.shape, samples) is not None for grouping in _GROUPINGS)
-    ]
-    if not outputs:
+    found = [(edge, gradient.shape) for edge, gradient in zip(outputs, first, strict=True) if gradient is not None]
+    rows = [(edge, shape) for edge, shape in found if shape not in shapes and _has_samples(shape, samples)]
+    outputs = [edge for edge, shape in rows if shape.numel() <= _MOST_ELEMENTS]
+    # The layers of each turn of a loop over the samples have rows of their own; but two views of two are as many.
+    is_loop = len(found) >= samples and not (len(found) == 2 and all(shape[0] == samples for _, shape in rows))
+    if not outputs or is_loop:
         return False
     gradients = torch.autograd.grad(loss, outputs, create_graph=True)
     return all(_halves_meet(gradients, outputs, grouping, samples) for grouping in _GROUPINGS)
@@ -112,13 +116,11 @@ def samples_meet(loss: torch.Tensor, samples: int, shapes: Collection[torch.Size
 def _halves_meet(
     gradients: tuple[torch.Tensor, ...],
     outputs: list[GradientEdge],
-    grouping: Callable[[torch.Size, int], torch.Tensor | None],
+    grouping: Callable[[torch.Size, int], torch.Tensor],
     samples: int,
 ) -> bool:
     """Whether the gradients of one half of the samples depend on the outputs of the other half."""
-    halves = [half for gradient in gradients if (half := grouping(gradient.shape, samples)) is not None]
-    if len(halves) < len(gradients):
-        return True  # the samples are not grouped like this
+    halves = [grouping(gradient.shape, samples) for gradient in gradients]
     along = [
         (gradient * torch.arange(gradient.numel(), device=gradient.device).cos().view_as(gradient) * half.to(gradient))
         for gradient, half in zip(gradients, halves, strict=True)
@@ -134,30 +136,26 @@ def _halves_meet(
     return between > _LEAST * most
 
 
-def _one_after_another(shape: torch.Size, samples: int) -> torch.Tensor | None:
+def _has_samples(shape: torch.Size, samples: int) -> bool:
+    """Whether each sample may have a row, or two: more may be the nodes of a graph, or times, by accident."""
+    return bool(shape) and shape[0] in range(samples, _MOST_ROWS * samples + 1, samples)
+
+
+def _one_after_another(shape: torch.Size, samples: int) -> torch.Tensor:
     """Ones for the first half of the samples, to be multiplied with a tensor of this shape; each has some rows."""
-    if not _has_samples(shape, samples):
-        return None
     rows = torch.arange(shape[0], device="cpu") // (shape[0] // samples)
     return (rows < samples // 2).view(-1, *[1] * (len(shape) - 1))
 
 
-def _in_turn(shape: torch.Size, samples: int) -> torch.Tensor | None:
+def _in_turn(shape: torch.Size, samples: int) -> torch.Tensor:
     """The same where the rows of several batches follow each other: ``torch.cat([first, second])``."""
-    if not _has_samples(shape, samples):
-        return None
     return (torch.arange(shape[0], device="cpu") % samples < samples // 2).view(-1, *[1] * (len(shape) - 1))
 
 
-def _has_samples(shape: torch.Size, samples: int) -> bool:
-    """Whether each sample may have some rows, such as views; more rows may be the nodes of a graph by accident."""
-    return bool(shape) and shape[0] in range(samples, _MOST_ROWS * samples + 1, samples)
-
-
-def _in_columns(shape: torch.Size, samples: int) -> torch.Tensor | None:
-    """The same where samples are the second dimension, after that of time."""
-    if len(shape) < 2 or shape[1] != samples:
-        return None
+def _in_columns(shape: torch.Size, samples: int) -> torch.Tensor:
+    """The same where samples are the second of three dimensions, after that of time."""
+    if len(shape) < 3 or shape[1] != samples:
+        return _one_after_another(shape, samples)
     return (torch.arange(samples, device="cpu") < samples // 2).view(1, -1, *[1] * (len(shape) - 2))
 
 
@@ -176,8 +174,10 @@ def _nodes_of_loss(root: Any) -> Iterator[tuple[Any, int, bool]]:
         if (node, number) in seen or node is None:
             continue
         seen.add((node, number))
+        inputs = [child is not None and _is_parameter(child) for child, _ in node.next_functions]
+        is_layer = _LAYERS.search(kind_of(node)) is not None and any(inputs) and not all(inputs)
         is_of_python = isinstance(node, torch.autograd.function.BackwardCFunction)
-        is_output = is_of_python or "BatchNorm" in kind_of(node) or any(map(_is_parameter, children_of(node)))
+        is_output = is_layer or is_of_python or "BatchNorm" in kind_of(node)
         yield node, number, is_output
         if not (is_output or _is_of_other_rows(node)):
             waiting += node.next_functions
@@ -195,14 +195,17 @@ def _is_of_other_rows(node: Any) -> bool:
 
 
 def _chooses(node: Any, samples: int) -> bool:
-    """Whether a node chooses among the samples: the largest of a vector of them, or of a table of all pairs."""
+    """Whether a node may choose among the samples: the largest elements of a vector."""
     sizes = saved_by(node, "self_sym_sizes") if kind_of(node) in _CHOOSING else None
-    if sizes is None or len(sizes) not in (1, 2) or len({*sizes}) > 1 or sizes[0] % samples:
+    return sizes is not None and len(sizes) == 1 and sizes[0] % samples == 0
+
+
+def _compares_all(node: Any, samples: int) -> bool:
+    """Whether a node computes the distances of all pairs of rows, which has no second derivative."""
+    one, other = (saved_by(node, name) if kind_of(node) == "Cdist" else None for name in ("x1", "x2"))
+    if one is None or other is None or one.dim() > 2 or not _has_samples(one.shape, samples):
         return False
-    before = [node]
-    while len(before) < _NEAR and (children := children_of(before[-1])):
-        before.append(children[0])
-    return not any(kind_of(each) in _OF_ONE for each in before)
+    return torch.equal(one, other)
 
 
 def _is_parameter(node: Any) -> bool:
