@@ -40,6 +40,7 @@ LOOPS = "tests/ranks/run/test_loops.py"
 STEPS = "tests/ranks/run/test_steps.py"
 DIVERGENCE = "tests/ranks/run/test_divergence.py"
 IDENTITY = "tests/ranks/run/test_identity.py"
+BATCH_LOSSES = "tests/unit/run/test_batch_losses.py"
 LOSS_ITEMS = "tests/ranks/run/test_loss_items.py"
 WRITTEN_FILES = "tests/ranks/run/test_written_files.py"
 SHARES = "tests/ranks/run/test_shares_of_ranks.py"
@@ -666,7 +667,9 @@ MUTANTS = [
     ),
     mutant("run/checks/buffer_moves.py", "if len(rows) == samples else", "if rows else", BUFFER_MOVES),
     mutant("run/checks/buffer_moves.py", "kept.any() and torch", "torch", BUFFER_MOVES),
-    mutant("run/checks/buffer_moves.py", "float(now) - float(was) == samples", "True", BUFFER_MOVES),
+    mutant("run/checks/buffer_moves.py", "(moved.sum() == samples) & ", "", BUFFER_MOVES),
+    mutant("run/checks/batch_losses.py", "return between > _LEAST * most", "return True", BATCH_LOSSES),
+    mutant("run/checks/batch_losses.py", "if 0 < chosen < samples:", "if chosen:", BATCH_LOSSES),
     mutant("run/checks/loss_items.py", "if samples == step_samples or", "if", LOSS_ITEMS),
     mutant(
         "run/loop/training_loop.py",

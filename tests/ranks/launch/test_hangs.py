@@ -35,9 +35,12 @@ HANGS = """
         if case == "loads":
             next(iter(torch.utils.data.DataLoader(Stuck(), num_workers=1)))
         if case == "leaves":
+            reads, writes = os.pipe()
             if os.fork():
+                os.read(reads, 1)  # of its group, the daemon would end with the rank
                 os._exit(0)
             os.setsid()  # a daemon: the others do not see that their connections to the rank broke
+            os.write(writes, b"1")
             while os.path.exists(os.environ["LOCKSTEP_CHANNEL"]):
                 time.sleep(0.05)
             os._exit(0)
