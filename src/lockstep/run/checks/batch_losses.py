@@ -23,7 +23,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from lockstep.batch import MicroBatchPosition
-from lockstep.run.checks.loss_items import MOST_NODES, children_of, kind_of
+from lockstep.run.checks.loss_items import MOST_NODES, children_of, kind_of, shapes_of_parameters
 from lockstep.run.metrics.progress_reporter import RankWarnings
 from lockstep.run.state.registered import State
 from lockstep.strategies import ParameterSet
@@ -62,9 +62,8 @@ class BatchLosses:
         if samples in (1, step_samples) or position.is_padding or self._looks[target] >= _LOOKS:
             return
         self._looks[target] += 1
-        shapes = {parameter.shape for model in self._state.models for parameter in model.parameters()}
         try:
-            meet = samples_meet(loss, samples, shapes)
+            meet = samples_meet(loss, samples, shapes_of_parameters(self._state))
         except RuntimeError:  # no second derivative, or too little memory
             return
         if meet:

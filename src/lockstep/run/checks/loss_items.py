@@ -67,7 +67,7 @@ class LossItems:
         samples, step_samples = position.samples, position.step_samples
         if samples == step_samples or position.is_padding:
             return
-        shapes = {parameter.shape for model in self._state.models for parameter in model.parameters()}
+        shapes = shapes_of_parameters(self._state)
         terms = list(terms_of(loss, samples, shapes))
         if _is_divided_by(loss, position.of):
             self._warnings.add(
@@ -164,6 +164,11 @@ def _is_divided_by(loss: torch.Tensor, number: int) -> bool:
         (node,) = children
     is_mean = kind_of(node) == "Mean" or saved_by(node, "reduction") == _MEAN
     return number > 1 and is_mean and divisor is not None and isclose(divisor, number, rel_tol=1e-6)
+
+
+def shapes_of_parameters(state: State) -> set[torch.Size]:
+    """The shapes of all parameters: what a loss computes from such a tensor may be a penalty on weights."""
+    return {parameter.shape for model in state.models for parameter in model.parameters()}
 
 
 def children_of(node: Any) -> list[Any]:

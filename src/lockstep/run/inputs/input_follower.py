@@ -8,7 +8,6 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Collection, Iterator
-from pathlib import PurePath
 from types import CodeType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Final, Literal
 
@@ -267,7 +266,7 @@ class InputFollower:
             makers = [read for read in context.reads.set_from.get(path.text, ()) if isinstance(read, Call)]
             followed += [read for maker in makers for read in maker.every]
         if given.kind == "exit" and is_clock(value):
-            self.found.note_line(CLOCK, context.code, call.line)
+            self.found.lines.setdefault(CLOCK, context.at(call.line))
         if given.kind in NOTED and context.covers(call.line) and given.what != _SAMPLE:
             opaque = opaque_read(path, value, owner, ends_loop=given.kind == "exit")
             if is_memo(value) and self._computes_by_model(context, path):
@@ -300,7 +299,7 @@ class InputFollower:
         Where each rank gives its own last micro-batch, other numbers of ranks have other values: that is noted.
         """
         if given.kind in NOTED:
-            self.found.asked.setdefault(f"{PurePath(context.code.co_filename).name}:{call.line}", given.what)
+            self.found.asked.setdefault(context.at(call.line), given.what)
         is_of_body = given.kind in NOTED and context.covers(call.line)
         if path.attributes[-1] in OF_EACH_RANK and is_of_body and is_of_items(context, call.every):
             self._note_carried(
@@ -493,7 +492,7 @@ class InputFollower:
         for line, path in gradients_read(context.code):
             owner = NOTHING if path is None else context.value_of(path)
             if owner is NOTHING or is_of(owner, torch.Tensor):
-                self.found.note_line(GRADIENTS, context.code, line)
+                self.found.lines.setdefault(GRADIENTS, context.at(line))
 
     # ---- places ------------------------------------------------------------------------------------------------
 

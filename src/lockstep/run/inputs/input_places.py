@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
-from pathlib import PurePath
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Final, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -84,7 +83,7 @@ class TrainingInputs:
     read_names: set[str] = field(default_factory=set)  #: of attributes that something here is computed from
     asked: dict[str, str] = field(default_factory=dict)  #: what is computed from a call of `Run`, by the call's place
     own: dict[int, str] = field(default_factory=dict)  #: what tells a reader of own micro-batches alone, by lines
-    lines: dict[str, str] = field(default_factory=dict)  #: a line of the script for `GRADIENTS` or `CLOCK`
+    lines: dict[str, str] = field(default_factory=dict)  #: the first of the script for `GRADIENTS` or `CLOCK`
     carried: str = ""  #: a variable of these that the loop's body changes, whenever it does; "" for none
     failed: str = ""  #: why the script could not be read, in words; "" where it could
     _texts: Counter[str] = field(default_factory=Counter)
@@ -140,10 +139,6 @@ class TrainingInputs:
     def note_own(self, what: str, line: int, source: str) -> None:
         """Note that ``what`` a reader is told has a ``source`` of own micro-batches alone, with a gap for the line."""
         self.own.setdefault(line, f"{what} is computed from {source.format(line)}")
-
-    def note_line(self, about: str, code: CodeType, line: int) -> None:
-        """Note the first line ``about`` which the user is told."""
-        self.lines.setdefault(about, f"{PurePath(code.co_filename).name}:{line}")
 
     def may_change(self, names: Container[str]) -> list[tuple[Place, str]]:
         """The places that steps may change: variables, and attributes and keys of these ``names``."""

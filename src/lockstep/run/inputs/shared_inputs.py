@@ -97,7 +97,7 @@ class SharedInputs:
         self._before_body: tuple[_Loop, Mapping[str, Mark]] | None = None
         self._told_read: Final[set[_Loop]] = set()
         self._changes: object = None  # of the bodies since `_before_body`, as they were looked at last
-        self._parts_said: Final[set[str]] = set()
+        self._said: Final[set[str]] = set()
         self._inputs: TrainingInputs | None = None
         self._frames: list[FrameType] = []  # of the loop that was read
         # Of loops that were left, by the functions that were running: these are places in them by their number.
@@ -132,7 +132,8 @@ class SharedInputs:
             self._inputs = training_inputs(sys._getframe(), self._state, self.calls)
             self.calls.seen()
             self._note_first(self._inputs)
-            self._say_lines(self._inputs)
+            for about, line in self._inputs.lines.items():
+                self._say_once(f"{line}: {about}")
         self._begin(frames)
         self._take_as_newest()
 
@@ -185,21 +186,19 @@ class SharedInputs:
             self._changes = changes
             self._say_part(part_told(frame, self._state, changes, self._say, of_evaluation=of_evaluation))
 
-    def _say_lines(self, inputs: TrainingInputs) -> None:
-        for about, line in inputs.lines.items():
-            if line not in self._parts_said:
-                self._parts_said.add(line)
-                self._say(f"{line}: {about}")
-
     def _say_part(self, part: str) -> None:
-        if part and part not in self._parts_said:
-            self._parts_said.add(part)
-            self._say(
+        if part:
+            self._say_once(
                 f"{part}: {OWN_MICRO_BATCHES}, fewer where there are more ranks. Bring the parts of "
                 "all ranks together after the loop, numbers by run.sum(...) and lists by run.gather(...), or give "
                 "run.measure(...) the values in the loop; "
                 "`local` in a name says that a value is one rank's own"
             )
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
 
     def _look(self, frame: FrameType) -> Mapping[str, Mark]:
         return look(script_roots(frame), skip={id(one) for one in (*self._state.models, *self._state.optimizers)})

@@ -18,7 +18,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import PurePath
 from types import FrameType
 from typing import Final
 
@@ -215,11 +214,10 @@ def given_by(follower: InputFollower, context: Context, *, in_loop: bool = False
     ("registered", "loader"), to a function that seeds ("seed"), or to a reader ("told", if the follower is of these).
     """
     found: list[Given] = []
-    file = PurePath(context.code.co_filename).name
     for use in context.live_uses:
         if in_loop and not context.covers(use.line):
             continue
-        where, before = f"{file}:{use.line}", len(found)
+        where, before = context.at(use.line), len(found)
         if use.read is not None:
             found += _given_in(follower, context, use.read, where, use.conditions)
         elif use.target is not None and (

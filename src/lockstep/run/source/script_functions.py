@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
@@ -125,6 +126,10 @@ class Context:
     def covers(self, line: int) -> bool:
         """Whether a body runs this line."""
         return self.in_body and (not self.loop.first or self.loop.first < line <= self.loop.last)
+
+    def at(self, line: int) -> str:
+        """A line of the function's file as messages name it, such as ``train.py:12``."""
+        return f"{PurePath(self.code.co_filename).name}:{line}"
 
     def is_dead(self, guards: Iterable[Guard]) -> bool:
         """Whether a test of ``guards`` never holds, such as the test of an option that is not set."""
