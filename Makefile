@@ -12,7 +12,7 @@
 # make sbom    what an installation brings, as a CycloneDX bill of materials: dist/sbom.cdx.json
 # make check-release, make publish   is this commit a release? build it; and upload it (docs/releasing.md)
 # make docs    the site of the documentation, in docs/_build/index.html
-# make lint    only the style: ruff and mypy
+# make lint    only the style: ruff and mypy, which reads a script of a user as well (tests/harness/typed_use.py)
 # make clean   remove what was installed and cached; runs stay
 #
 # Each of them first sets up what it needs, in .venv. Wanted beforehand: make, and Python 3.11 or newer.
