@@ -21,6 +21,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11 py
 	$(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LINT := $(BIN)/ruff check --quiet . && $(BIN)/ruff format --quiet --check . && $(BIN)/mypy --no-error-summary
 RUN_DIR ?= runs/digits
 # Lists nothing and fails where there is no usable GPU, even if the command is there.
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -35,9 +36,12 @@ train: .venv/.ready
 
 # `auto`: two workers more than there are cores, for tests also wait (tests/conftest.py). The tests start hundreds of
 # processes: each reads the bytecode of this package where it may be written, else it compiles all modules anew.
-test: lint
-	@echo "pytest"
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto
+# The style is checked meanwhile, for mypy keeps one core busy for a minute; either of the two can fail it.
+test: .venv/.ready
+	@echo "ruff, mypy"; ($(LINT)) & lint=$$!; \
+	echo "pytest"; \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto; tests=$$?; \
+	wait $$lint && exit $$tests
 
 # On a machine with GPUs, which all tests share; docs/gpu.md says then what was tried.
 test-gpu: .venv/.ready
@@ -84,9 +88,7 @@ docs: .venv/.ready
 
 lint: .venv/.ready
 	@echo "ruff, mypy"
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/ruff format --quiet --check .
-	@$(BIN)/mypy --no-error-summary
+	@$(LINT)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis dist docs/_build
