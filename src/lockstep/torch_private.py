@@ -211,6 +211,14 @@ def compile_by_timing(*, allowed: bool) -> None:
     os.environ[_INDUCTOR_DETERMINISTIC] = str(int(not allowed))
 
 
+def compiler_settings() -> Any | None:
+    """The settings of `torch.compile` in general, if the compiler is loaded, which takes seconds.
+
+    Without them, kernels of compiled functions depend on the shapes that a rank has met before.
+    """
+    return sys.modules.get("torch._dynamo.config")
+
+
 def compute_in_lists(kind: type[torch.Tensor]) -> None:
     """From now on tensors of class ``kind`` are stepped and clipped in lists where torch does so with plain tensors.
 

@@ -242,6 +242,14 @@ def try_compile_by_timing():
 
 
 @row
+def try_compiler_settings():
+    importlib.import_module("torch._dynamo")
+    settings = torch_private.compiler_settings()
+    assert [settings.automatic_dynamic_shapes, settings.fail_on_recompile_limit_hit] == [True, False]
+    assert settings.recompile_limit > 1
+
+
+@row
 def try_compute_in_lists():
     class Kind(torch.Tensor):
         pass

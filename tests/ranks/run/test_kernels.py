@@ -71,6 +71,23 @@ def test_what_the_script_sets_in_between_is_put_back_and_said(kernels):
     assert flags() == PINNED
 
 
+def test_the_compiler_makes_kernels_of_each_shape_whatever_came_before(kernels):
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([tuple(each.shape) for each in inputs])
+        return graph.forward
+
+    function = torch.compile(lambda x: x.sin() * 2, backend=backend)
+    before = torch.compiler.config.recompile_limit
+    kernels.pin()
+    for size in range(2, 4 + before):
+        function(torch.ones(size))
+    assert shapes == [[(size,)] for size in range(2, 4 + before)]
+    kernels.release()
+    assert [torch.compiler.config.recompile_limit, torch.compiler.config.automatic_dynamic_shapes] == [before, True]
+
+
 def test_a_backward_pass_without_a_deterministic_kernel_is_refused_with_its_name(kernels):
     kernels.pin()
     x = torch.ones(3, requires_grad=True)

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, MismatchError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.run.proofs.resume_proof import bit_sums
+from lockstep.run.proofs.resume_proof import ResumeProof, bit_sums
 from lockstep.testing import state_hash
 from waiting import wait_until
 from worlds import error_of, on_world
@@ -223,6 +224,22 @@ def test_what_is_in_no_checkpoint_is_found_in_the_first_step(tmp_path, how, diff
 def test_so_is_what_only_the_end_of_the_body_shows(tmp_path, how, differs):
     assert killed(str(tmp_path), how, until=8)
     assert differs in refused(str(tmp_path), how)
+
+
+def test_kernels_that_add_in_any_order_explain_no_other_rate(tmp_path, monkeypatch, capsys):
+    assert killed(str(tmp_path / "rate"), "rate", until=8)
+    assert killed(str(tmp_path / "decay"), "decay", until=8)
+    monkeypatch.setattr(ResumeProof, "_repeats", False)
+    assert "lr of SGD's group 0 was 0.008" in refused(str(tmp_path / "rate"), "rate")
+    assert trained(str(tmp_path / "decay"), "decay", resume=True, save_every=RARELY)
+    assert "Kernels that add in any order may be the reason" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("nondeterministic", "repeats"), [("refuse", True), ("warn", False)])
+def test_on_a_gpu_steps_repeat_where_only_deterministic_kernels_compute(nondeterministic, repeats):
+    settings = SimpleNamespace(compile=False, nondeterministic=nondeterministic)
+    proof = SimpleNamespace(_context=SimpleNamespace(device=torch.device("cuda"), settings=settings))
+    assert ResumeProof._repeats.fget(proof) is repeats
 
 
 def test_weights_that_the_script_holds_are_found_before_anything_depends_on_them(tmp_path):

@@ -123,6 +123,14 @@ CARRIED = {
     "lambda": ("n = [0]\nnow = lambda: n[0]", f"n[0] += 1\nif now() < 1e9:\n    {STEP}", "n[0]"),
 }
 SETUPS = {
+    "tensor whose values are not looked at, as on a GPU": """
+        class Running:
+            mean = torch.zeros(2**20 + 1)
+            def __call__(self, x):
+                self.mean = 0.9 * self.mean + 0.1 * x.mean()
+                return torch.where(x.mean() > 1e9 + self.mean[0], 0.0, 1.0) * x
+        change = Running()
+    """,
     "object": """
         class Pool:
             def __init__(self):

@@ -99,6 +99,36 @@ ALL, SPARSE, TWICE = (0, 1, 2), (0, 2), (0, 1, 1, 2, 0)
 STATIC, FIND = {"static_graph": True}, {"find_unused_parameters": True}
 
 
+class Deep(nn.Module):
+    """Larger than DDP's first bucket, of 1 MiB."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def compiled_graphs(strategy):
+    """The numbers of calls in the graphs into which the compiler cuts a model that is larger than a bucket."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    with Run(seed=0, strategy=strategy, replay=False) as run:
+        model = run.model(Deep())
+        model.compile(backend=backend)
+        run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for x in run.train(run.loader(torch.ones(8, 400), global_batch=4, micro_batch=2)):
+            run.step(model(x).square().mean())
+    return graphs
+
+
 def test_on_two_ranks():
     calls = [
         *((learn, SPARSE, None, told) for told in (STATIC, FIND)),
@@ -125,3 +155,10 @@ def test_on_two_ranks():
             assert ranks == [alone] * 2, (function, told, ranks)
     for (call, says), ranks in zip(refused.items(), found[len(calls) :], strict=True):
         assert all(says in told and "Traceback" not in told for told in ranks), (call, ranks)
+
+
+def test_a_compiled_model_is_cut_alike_on_any_world():
+    ((alone,),) = on_world(1, [(compiled_graphs, "none")])
+    in_ddp, in_zero = on_world(2, [(compiled_graphs, "ddp"), (compiled_graphs, "zero")])
+    assert alone
+    assert in_ddp == in_zero == [alone] * 2

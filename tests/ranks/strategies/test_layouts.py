@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from lockstep.errors import UsageError
 from lockstep.launch_contract import RESUME
 from lockstep.run import Run
-from lockstep.testing import state_hash
+from lockstep.testing import run_ranks, state_hash
 from worlds import WITHOUT_REPLAYS, error_of, on_world
 
 pytestmark = pytest.mark.together  # what they compute once is computed on one worker
@@ -361,14 +361,17 @@ def test_what_cannot_be_summed_is_refused_by_name():
         assert message.startswith("the gradient of a parameter of shape (20, 3) is sparse, and it belongs to no nn.Emb")
 
 
-def fused_in(strategy, directory=None, epochs=2):
-    """The model that a fused AdamW trains, whose convolutions have their channels last."""
+def fused_in(strategy, directory=None, epochs=2, moved_late=False):
+    """The model that a fused AdamW trains, whose convolutions have their channels last, perhaps since `run.model`."""
     saves = {} if directory is None else {"checkpoint": directory, "save_every": "1 epoch"}
     with Run(seed=0, strategy=strategy, track="none", **saves) as run:
         staged = strategy.startswith("pipeline")
         layers = [nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7 * 16, 4)]
-        modules = [layer.to(memory_format=torch.channels_last) for layer in layers]
+        layout = torch.contiguous_format if moved_late else torch.channels_last
+        modules = [layer.to(memory_format=layout) for layer in layers]
         model = run.model(modules if staged else nn.Sequential(*modules))
+        if moved_late:
+            model.to(memory_format=torch.channels_last)
         run.optimizer(torch.optim.AdamW(model.parameters(), 1e-2, fused=True))
         batches = run.loader((random(32, 3, 8, 8), words(32, of=4)), global_batch=8, micro_batch=2)
         loss = nn.CrossEntropyLoss()
@@ -393,3 +396,36 @@ def test_a_fused_optimizer_has_the_bits_of_one_rank_where_channels_are_last(tmp_
         assert found[0] == alone, strategy
     ((piped, *_),) = on_world(4, [(fused_in, "pipeline:stages=2")])
     assert piped == alone
+
+
+def ignored():
+    """The strides of a convolution's parameters, and of their gradients as the optimizer takes them, under fsdp."""
+    seen = []
+    with Run(seed=0, strategy="fsdp:ignored_modules=0", track="none") as run:
+        net = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Flatten(), nn.Linear(5 * 36, 4)).to(
+            memory_format=torch.channels_last
+        )
+        model = run.model(net)
+        optimizer = run.optimizer(torch.optim.SGD(model.parameters(), 1e-2))
+        optimizer.register_step_pre_hook(
+            lambda *_: seen.extend((p.stride(), p.grad.stride()) for p in net[0].parameters())
+        )
+        for x, y in run.train(run.loader((random(32, 3, 8, 8), words(32, of=4)), global_batch=8, micro_batch=2)):
+            run.step(F.cross_entropy(model(x), y))
+    return seen
+
+
+def test_gradients_of_modules_that_fsdp_leaves_whole_lie_as_their_parameters():
+    """Kernels for lists of tensors, and fused ones, round differently where they do not."""
+    for seen in run_ranks(ignored, 2):
+        assert seen[0] == ((27, 1, 9, 3), (27, 1, 9, 3))
+        assert all(of_parameter == of_gradient for of_parameter, of_gradient in seen)
+
+
+def test_a_layout_that_is_changed_after_the_model_was_given_is_that_of_the_first_gradients_too():
+    late = {"epochs": 1, "moved_late": True}
+    ((alone,),) = on_world(1, [(functools.partial(fused_in, **late), "none")])
+    replicated = ("ddp", "zero")
+    found = on_world(2, [(functools.partial(fused_in, **late), strategy) for strategy in replicated])
+    for strategy, (found_in, _) in zip(replicated, found, strict=True):
+        assert found_in == alone, strategy

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -41,7 +42,7 @@ from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, plain_values, script_state, without
 from lockstep.run.recovery.survivor import leaves_state
-from lockstep.run.setup.identity import optimizers_of
+from lockstep.run.setup.identity import device_of_bits, optimizers_of
 from lockstep.run.setup.run_context import RunContext
 from lockstep.strategies import ServerStrategy
 from lockstep.strategy_kinds import kind_of, split
@@ -103,7 +104,9 @@ class LeftScript:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.is_entered, context = False, self._context
-        if error is None or not (context.settings.replay and leaves_state(error)):
+        # Over NCCL a lost rank leaves a kernel that never ends, and weights on the GPU cannot be looked at.
+        leaves = context.emergency.notes or context.settings.mirror
+        if error is None or not (leaves and context.settings.replay and leaves_state(error)):
             return
         # A script's objects may be anything, and the error that ends the run is the one to tell.
         with contextlib.suppress(Exception):
@@ -114,7 +117,9 @@ class LeftScript:
         context = self._context
         return {
             "conditions": self._conditions(),
-            "script": script_state(_outer_loop(sys._getframe(), context), context.state, context.inputs.calls),
+            "script": script_state(
+                _outer_loop(sys._getframe(), context), context.state, context.inputs.calls, waits=context.group.over_cpu
+            ),
             "pass": context.position.passes.open_pass,
         }
 
@@ -326,11 +331,14 @@ class ResumeProof:
     @property
     def _repeats(self) -> bool:
         """Whether a repeated step has the same bits, as far as known of its kernels."""
-        return self._context.device.type == "cpu" and not self._context.settings.compile
+        settings = self._context.settings
+        on_cpu = self._context.device.type == "cpu"
+        return not settings.compile if on_cpu else settings.nondeterministic == "refuse"  # see `Kernels`
 
     def _conditions(self) -> list[str]:
         """Conditions of the bits in addition to the run's identity, which is compared anyway."""
-        return [__version__, self._bits, _cpu()]
+        device = self._context.device
+        return [__version__, self._bits, _cpu() if device.type == "cpu" else device_of_bits(device, os.environ)]
 
     def _sums(self) -> dict[str, int]:
         """This rank's part of the sums of bits, by names of parameters and buffers. Collective if the layout is."""
@@ -480,15 +488,26 @@ def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None
         return _Difference(text, _OF_LOSS, size if math.isfinite(size) else math.inf)
     if (name := _other(before["options"], now["options"])) is not None:
         values = f"was {before['options'][name]}, and is {now['options'][name]} now"
-        return _Difference(f"{name} {values}, in the update", _OF_BODY, 0)
+        size = _relative(before["options"][name], now["options"][name])
+        return _Difference(f"{name} {values}, in the update", _OF_BODY, size)
     if (name := _other(before["state"], now["state"])) is not None:
         return _Difference(f"{name} has other values after the update, with the same samples and losses", _OF_UPDATE, 0)
     if (name := _other(before["after"], now["after"])) is not None:
         was, is_now = before["after"][name], now["after"][name]
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
-        return _Difference(f"{name} {values}", _OF_BODY, 0)
+        return _Difference(f"{name} {values}", _OF_BODY, _relative(was, is_now) if is_text else 0)
     return None
+
+
+def _relative(was: str, is_now: str) -> float:
+    """The relative difference of two numbers in texts; infinite for other texts, which no kernel computes."""
+    try:
+        one, other = float(was), float(is_now)
+    except ValueError:
+        return math.inf
+    size = abs(one - other) / max(abs(one), abs(other), math.ulp(0))
+    return size if math.isfinite(size) else math.inf
 
 
 @cache

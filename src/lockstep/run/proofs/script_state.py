@@ -73,11 +73,11 @@ class Lost(NamedTuple):
     plain: list[str]  #: other numbers, texts, lengths and tensors, each with both values
 
 
-def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> StateTree:
+def script_state(frame: FrameType | None, state: State, calls: LineCalls, *, waits: bool = True) -> StateTree:
     """The values of variables in the script's running functions, from ``frame`` outward, as plain values.
 
-    Objects of the run are left out. ``calls`` are the calls that were seen in the functions' lines. Waits for the GPU
-    if the script holds copies of weights.
+    Objects of the run are left out. ``calls`` are the calls that were seen in the functions' lines. If it ``waits``,
+    it waits for the GPU if the script holds copies of weights there; otherwise these are left out.
     """
     known = _of_run(state)
     dead = {each: _dead_in(each) for each in script_frames(frame)}
@@ -96,7 +96,9 @@ def script_state(frame: FrameType | None, state: State, calls: LineCalls) -> Sta
         "inputs": _inputs(read.themselves(read.held_between())) | whole,
         "made": _inputs(read.themselves(read.held_when_needed())),
         "weights": {
-            name: sums for name, value in roots.items() if (sums := _weights_in(value, known.keys(), state.models))
+            name: sums
+            for name, value in roots.items()
+            if (sums := _weights_in(value, known.keys(), state.models, waits=waits))
         },
         "plain": _plain(named, known),
     }
@@ -213,7 +215,7 @@ def _shown(mark: Mark) -> str:
     return f"a tensor of checksum {zlib.crc32(repr(mark.seen).encode()):08x}" if tells_values(mark) else ""
 
 
-def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -> str:
+def _weights_in(value: object, skip: Collection[int], models: list[nn.Module], *, waits: bool) -> str:
     """A text for the bits of copies of a model's weights within reach of ``value``; "" without such copies."""
     held = (local_part(tensor) for model in models for tensor in (*model.parameters(), *model.buffers()))
     own = {tensor.untyped_storage().data_ptr() for tensor in held if is_plain(tensor)}
@@ -227,6 +229,8 @@ def _weights_in(value: object, skip: Collection[int], models: list[nn.Module]) -
         needed = Counter(parameter.shape for parameter in model.parameters())
         if needed and needed <= there:
             copies = {path: tensor for path, tensor in tensors.items() if tensor.shape in needed}
+            if not waits and any(tensor.device.type != "cpu" for tensor in copies.values()):
+                return ""
             sums = sorted(zip(copies, checksums(list(copies.values())), strict=True))
             return hashlib.blake2b(repr(sums).encode(), digest_size=16).hexdigest()
     return ""

@@ -25,7 +25,13 @@ from typing import Any, Final, Literal
 import torch
 
 from lockstep.errors import UsageError
-from lockstep.torch_private import compile_by_timing, compiles_by_timing, found_inf, set_deterministic
+from lockstep.torch_private import (
+    compile_by_timing,
+    compiler_settings,
+    compiles_by_timing,
+    found_inf,
+    set_deterministic,
+)
 
 _REFUSED: Final = " does not have a deterministic implementation"
 _AS_THEY_ARE: Final = nullcontext()
@@ -47,6 +53,11 @@ _FORWARD: Final = {
     "CumsumBackward0": "cumsum",
 }
 _EXAMINED: Final = 2  # losses, beside those of checked steps
+#: Settings of `torch.compile`: kernels for several shapes have other bits than those for one, and beyond its limit of
+#: shapes torch calls functions uncompiled, whichever shapes a rank has met first.
+_EACH_SHAPE: Final = {"automatic_dynamic_shapes": False, "fail_on_recompile_limit_hit": True}
+_LIMIT: Final = "recompile_limit"
+_MOST_SHAPES: Final = 64
 
 
 class Kernels:
@@ -72,6 +83,7 @@ class Kernels:
         self._strict: Final[AbstractContextManager[Any]] = _Strict() if pins and refuses else _AS_THEY_ARE
         self._examined = 0
         self._before: dict[str, bool] | None = None  # the script's own flags, until the run ends
+        self._compiler_before: dict[str, Any] = {}  # the script's own settings of the compiler, once that is loaded
         self._threads: Final = threads
         self._formats_now: Final = formats
         self._formats: Mapping[str, str] = {}  # with which the training began
@@ -135,6 +147,7 @@ class Kernels:
         found = _flags()
         first, self._before = self._before is None, self._before or found
         compile_by_timing(allowed=False)
+        self._compile_each_shape()
         if not found["deterministic"]:
             torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
@@ -150,6 +163,14 @@ class Kernels:
             "torch.backends.cuda.enable_cudnn_sdp(True)": self._refuses and found["cudnn_attention"],
         }
         return " and ".join(name for name, is_so in said.items() if is_so)
+
+    def _compile_each_shape(self) -> None:
+        """Let the compiler make kernels for each shape, or fail, whatever shapes this rank has met before."""
+        if (settings := compiler_settings()) is not None and not self._compiler_before:
+            self._compiler_before = {name: getattr(settings, name) for name in (*_EACH_SHAPE, _LIMIT)}
+            for name, value in _EACH_SHAPE.items():
+                setattr(settings, name, value)
+            setattr(settings, _LIMIT, max(_MOST_SHAPES, self._compiler_before[_LIMIT]))
 
     def backward(self) -> AbstractContextManager[object]:
         """A context for a backward pass; takes about 1 us.
@@ -174,6 +195,9 @@ class Kernels:
 
     def release(self) -> None:
         """Restore the script's flags from before the first `pin`; may be called twice."""
+        for name, value in self._compiler_before.items():
+            setattr(compiler_settings(), name, value)
+        self._compiler_before = {}
         before, self._before = self._before, None
         if before is not None:
             torch.use_deterministic_algorithms(before["deterministic"], warn_only=before["warn_only"])

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
 from types import CodeType, FrameType, FunctionType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Ran:
     """A function that a line has run."""
 
     function: FunctionType
-    arguments: Mapping[str, object]  #: by parameter; no tensors, numbers and texts, which are other ones each time
+    arguments: Mapping[str, object]  #: by parameter; without those that each body has anew, see `_is_of_body`
 
 
 class LineCalls:
@@ -98,13 +99,14 @@ class LineCalls:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         given = {name: variables[name] for name in names if name in variables}
         first = next(iter(given.values()), None)
-        if issubclass(type(first), _OF_STEPS) or (code, id(first)) in ran:
+        # Dicts and lists are made anew in each body: by their identities, those of sixteen bodies would be kept.
+        key = code, 0 if issubclass(type(first), (dict, list, tuple)) else id(first)
+        if issubclass(type(first), _OF_STEPS) or key in ran:
             return
         function = function_of(frame, first, variables)
         if function is None:
             return
-        arguments = {name: value for name, value in given.items() if not issubclass(type(value), _VALUES)}
-        ran[code, id(first)] = Ran(function, arguments)
+        ran[key] = Ran(function, {name: value for name, value in given.items() if not _is_of_body(value)})
         if (caller.f_code.co_filename, line, code) not in self._known:
             self._known.add((caller.f_code.co_filename, line, code))
             self.is_new = True
@@ -113,6 +115,27 @@ class LineCalls:
 def _is_read(code: CodeType) -> bool:
     """Whether a function is the script's; a comprehension belongs to the function around the comprehension."""
     return code.co_name not in _PARTS and is_script(code.co_filename)
+
+
+def _is_of_body(value: object, depth: int = 2) -> bool:
+    """Whether each body has another ``value``, which is not to be kept: a number, a text, a tensor, results of a graph.
+
+    On a GPU, the outputs of a model for one micro-batch, in a dict, may take gigabytes.
+    """
+    return issubclass(type(value), _VALUES) or (depth > 0 and _holds_results(value, depth - 1))
+
+
+def _holds_results(value: object, depth: int) -> bool:
+    if issubclass(type(value), dict):
+        items: Iterable[Any] = dict.values(value)  # type: ignore[arg-type]  # as just asked
+    elif issubclass(type(value), (list, tuple)):
+        items = value  # type: ignore[assignment]  # as just asked
+    else:
+        items = vars(value).values() if is_dataclass(value) and not isinstance(value, type) else ()
+    return any(
+        one.grad_fn is not None if issubclass(type(one), torch.Tensor) else depth > 0 and _holds_results(one, depth - 1)
+        for one in itertools.islice(items, _MOST)
+    )
 
 
 def function_of(frame: FrameType, first: object, variables: Mapping[str, object]) -> FunctionType | None:

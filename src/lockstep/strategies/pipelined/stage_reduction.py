@@ -72,8 +72,7 @@ class StageReduction:
                 (total,) = sums
             for index, (parameter, gradient) in enumerate(zip(trained, total, strict=True)):
                 parameter.grad = gradient if index in used else None
-            if self._group.size > 1:
-                align_gradients(parameter for parameter in trained if parameter.is_cuda)
+            align_gradients(parameter for parameter in trained if parameter.is_cuda)
 
     def _sum_over_replicas(
         self, parameters: Sequence[nn.Parameter], sums: Sequence[Tensors], position: MicroBatchPosition

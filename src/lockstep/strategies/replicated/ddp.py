@@ -174,7 +174,10 @@ class Ddp(Strategy):
             self._names |= {id(p): names[p] for p in reducer.trained}
 
     def resync(self) -> None:
-        """Start from the buffers that models hold."""
+        """Start from the buffers that models hold, and from the parameters as they lie in memory. Collective."""
+        for reducer in self._models:
+            if reducer.strides_have_changed():
+                self._reduce(reducer, init_sync=False)
         self._buffers.resync()
 
     def begin_micro_batch(self, position: MicroBatchPosition) -> None:
@@ -185,8 +188,9 @@ class Ddp(Strategy):
             self._step_has_begun = True
             for reducer in self._models:
                 reducer.begin_step()
-        for reducer in self._models:
-            self._forward_contexts.enter_context(reducer.inside_forward())
+        if not self._exact:  # else torch.compile would make other kernels than on one rank, for parts of the model
+            for reducer in self._models:
+                self._forward_contexts.enter_context(reducer.inside_forward())
 
     def backward(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition

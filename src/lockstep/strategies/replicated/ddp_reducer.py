@@ -96,6 +96,7 @@ class DdpReducer:
             else group.process_group
         )
         self._ddp: ReducedByRun | None = None  # None if no parameter is trainable
+        self._strides: list[tuple[int, ...]] = []  # of the parameters, which the gradients in buckets have, too
         self._first_static_step = False  # whether the graph is static, and its first step still to come
 
     @property
@@ -114,6 +115,7 @@ class DdpReducer:
         # The old DDP removes its hooks from the parameters when it is deleted, which must be before the new DDP adds
         # its own.
         self._ddp = None
+        self._strides = [parameter.stride() for parameter in trained]
         if not trained:
             return
         sparse = list(sparse_parameters(self.model).values())
@@ -130,6 +132,13 @@ class DdpReducer:
         )
         self._ddp.register_comm_hook(self._number, self._hook)
         self._first_static_step = self._static_graph
+
+    def strides_have_changed(self) -> bool:
+        """Whether parameters lie in memory in another order than in the buckets, as after a change to channels_last.
+
+        Optimizers round differently where gradients have other strides than parameters.
+        """
+        return self._strides != [parameter.stride() for parameter in self.trained]
 
     def begin_step(self) -> None:
         """Let DDP lay out its buckets again after the first step, before a step's first forward pass. Collective."""

@@ -15,6 +15,7 @@ from lockstep.strategies.parts.buffers import Buffers
 from lockstep.strategies.parts.gradient_accumulation import (
     ParameterSet,
     TreeGradientAccumulator,
+    align_gradients,
     divide_by_counts,
 )
 from lockstep.strategies.parts.state_layout import ReplicatedLayout
@@ -98,6 +99,9 @@ class SingleProcess(Strategy):
                     # Coalesced like a sum over ranks: clipping before two entries of a row are added would round
                     # differently.
                     parameter.grad = parameter.grad.coalesce()
+        if self._exact and position.last:
+            # Gradients of parameters that a model concatenates are parts of one tensor.
+            align_gradients(parameter for parameter in target.dense if parameter.is_cuda)
 
     def normalize_by_count(self, target: ParameterSet, samples: int, counted: int) -> None:
         """Divide by the number of items of the step."""

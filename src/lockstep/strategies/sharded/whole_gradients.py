@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.batch import MicroBatchPosition
 from lockstep.collectives import ReduceScatter, ScatteredSum, ShardGroups
+from lockstep.strategies.parts.gradient_accumulation import align_gradients, gradient_like
 
 
 class WholeGradients:
@@ -55,7 +56,8 @@ class WholeGradients:
             self._sum = None
             total = self._shard_groups.gather(part)[:length].split(self._sizes)
             for parameter, piece in zip(self._parameters, total, strict=True):
-                parameter.grad = piece.view(parameter.shape)
+                parameter.grad = gradient_like(parameter, piece)
+            align_gradients(parameter for parameter in self._parameters if parameter.is_cuda)
 
     def forget(self) -> None:
         """Drop the sum of this step."""
