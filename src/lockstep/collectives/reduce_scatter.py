@@ -199,7 +199,6 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
         within, first, ranks = shard_groups.within, shard_groups.first, shard_groups.within.size
         self._device: Final = within.device
-        self._rank: Final = within.rank
         self._runs: Final = runs
         self._world: Final = range(ranks * shard_groups.copies)
         self._here: Final = range(first, first + ranks)

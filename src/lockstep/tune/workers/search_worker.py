@@ -14,7 +14,7 @@ import heapq
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -209,10 +209,6 @@ class SearchWorker:
             for move in self._breeding.plan_moves(order.number):
                 self._writer.append(_planned(move, at_s))
         self._remove_checkpoints(order.number)
-
-    def params(self, order: TrialOrder) -> Mapping[str, object]:
-        """The parameters with which the objective is called."""
-        return self._space.params(order.point)
 
     def close(self) -> None:
         """Flush the journal to the disk and let other processes write it."""
