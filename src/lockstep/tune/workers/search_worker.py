@@ -133,7 +133,7 @@ class SearchWorker:
     def _improves_no_more(self) -> bool:
         """Whether no further trial begins, for too many have ended without an improvement."""
         patience = self._settings.patience
-        return patience is not None and self._improvements.longest >= patience
+        return patience is not None and self._improvements.newest.longest >= patience
 
     def next(self) -> TrialOrder | None:
         """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
