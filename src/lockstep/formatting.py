@@ -43,6 +43,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
 
 
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first ``most`` of the ``names``, and how many there are besides: ``a, b and 4 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """``did you mean NAME?``, for the nearest name in ``known``; ``otherwise``, or all names, if none is near."""
     names = list(known)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import NonFiniteError
+from lockstep.formatting import some_of
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.strategies import as_real, has_gradient
 from lockstep.torch_private import foreach_norm
@@ -137,8 +138,7 @@ class NonFiniteChecks:
             return
         odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
         if odd:
-            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
+            self._found("gradient", f"the gradient of {some_of(odd, 3)} is not finite {where}")
 
     def loss_scale(self, scale: float, step: int) -> None:
         """Check the loss scale in fp16, after a step that was skipped.

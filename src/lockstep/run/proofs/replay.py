@@ -34,6 +34,7 @@ from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
 from lockstep.collectives import Group, local_part
 from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
+from lockstep.formatting import some_of
 from lockstep.run.checks.divergence import checksum, numbers
 from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.setup.kernels import nodes_of
@@ -158,8 +159,7 @@ class ReplayError(UsageError):
                 "number of ranks. Leave run.world_size out of what is computed: a loss is the mean over its "
                 "micro-batch, and Lockstep weighs it by that on any number of ranks"
             )
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        listed = f"{', '.join(names[:5])}{more}"
+        listed = some_of(names, 5)
         purpose = (
             "If the body has such an effect on purpose, as where it steps an environment, Run(replay=False) leaves "
             "this check out, and nothing then finds a body that depends on the number of ranks"
