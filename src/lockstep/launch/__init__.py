@@ -35,7 +35,7 @@ from lockstep.launch.job.request import (
     without_options,
 )
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of
+from lockstep.launch.run_dir.run_directory import next_generation, ranks_of
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.workers.fork_server import import_torch
@@ -71,7 +71,6 @@ __all__ = [
     "first_failure",
     "how_it_ended",
     "import_torch",
-    "is_in_use",
     "job_script",
     "kind_options",
     "launch",

@@ -38,13 +38,12 @@ from lockstep.launch import (
     check_program,
     die_with_parent,
     import_torch,
-    is_in_use,
     name_process,
     require_linux,
     watch,
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
-from lockstep.report import is_notebooks
+from lockstep.report import ended, is_notebooks
 from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
 from lockstep.tune.record.search_directory import Death, SearchDirectory, WorkerPlacement
 from lockstep.tune.results.live_views import choose_search_view, watch_search
@@ -347,7 +346,7 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
     failure.unlink(missing_ok=True)
     code, why = EXIT_FAILED, ""
     until_s = time.monotonic() + _ENDING_S
-    while is_in_use(run_dir) and time.monotonic() < until_s:
+    while not ended(run_dir) and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
     try:
         code, why = watch(
