@@ -8,7 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from lockstep.tune.record.trial import Trial
 
@@ -68,11 +68,7 @@ class OtherTrials(Sequence[Trial]):
     def _all(self) -> Sequence[Trial]:
         return self._load()
 
-    @overload
-    def __getitem__(self, index: int) -> Trial: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Trial]: ...
-    def __getitem__(self, index: Any) -> object:
+    def __getitem__(self, index: Any) -> Any:
         return self._all[index]
 
     def __len__(self) -> int:
