@@ -362,7 +362,7 @@ def _what(rank_exit: RankExit) -> str:
 
 def how_it_ended(status: int) -> str:
     """How a process ended, in words, from its exit code or minus the signal that killed it."""
-    return f"was killed by {_signal_name(-status)}" if status < 0 else f"left with exit code {status}"
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
 
 
 def _why(rank_exit: RankExit) -> list[str]:
@@ -409,7 +409,8 @@ def _briefly(rank_exit: RankExit) -> str:
     return f": {first}" if first else ""
 
 
-def _signal_name(signum: int) -> str:
+def signal_name(signum: int) -> str:
+    """Such as ``SIGTERM``, or ``signal 40`` for one without a name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
