@@ -9,7 +9,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final, Literal
 
@@ -109,12 +109,10 @@ class NonFiniteChecks:
             if not (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all():
                 self._found("gradient", f"the gradient of {name_of(parameter)} is not finite {where}")
 
-        hooks = [p.register_hook(partial(look, p)) for p in parameters]
-        try:
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_hook(partial(look, parameter)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
         """Check this rank's part of the summed gradient of the step after ``step`` steps.

@@ -291,21 +291,17 @@ class Replays:
         assert play is not None
         play.note(f"the loss{play.which}", loss)
         names = {id(p): name for model in self._state.models for name, p in model.named_parameters()}
-        handles = []
-        for number, node in enumerate(_leaves(loss)):
-            name = f"{_GRADIENT}{names.get(id(node.variable), f'parameter {number}')}{play.which}"
+        with contextlib.ExitStack() as hooks:
+            for number, node in enumerate(_leaves(loss)):
+                name = f"{_GRADIENT}{names.get(id(node.variable), f'parameter {number}')}{play.which}"
 
-            def note(gradients: Sequence[torch.Tensor | None], name: str = name) -> None:
-                for gradient in gradients:
-                    if gradient is not None:
-                        play.note(name, gradient)
+                def note(gradients: Sequence[torch.Tensor | None], name: str = name) -> None:
+                    for gradient in gradients:
+                        if gradient is not None:
+                            play.note(name, gradient)
 
-            handles.append(node.register_prehook(note))
-        try:
+                hooks.callback(node.register_prehook(note).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def note_buffers(self) -> None:
         """Remember the buffers, after the losses of the micro-batch."""
