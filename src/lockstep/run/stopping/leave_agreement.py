@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -167,11 +168,9 @@ def _sleeps(task: int) -> bool:
 
 def _user_line(error: BaseException | None) -> str:
     """The user's line that has raised ``error``, or is running now, as FILE:LINE."""
-    lines, trace = [], None if error is None else error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            lines.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
-        trace = trace.tb_next
+    trace = traceback.walk_tb(None if error is None else error.__traceback__)
+    places = ((frame.f_code.co_filename, line) for frame, line in trace)
+    lines = [f"{Path(file).name}:{line}" for file, line in places if is_users(file)]
     return lines[-1] if lines else find_user_frame(sys._getframe())[0].short
 
 
