@@ -66,11 +66,11 @@ from lockstep.strategies.parts.sparse_gradients import refuse_sparse
 from lockstep.strategies.replicated.single_process import SingleProcess
 from lockstep.strategies.sharded.dtensor_layout import DTensorLayout
 from lockstep.strategies.sharded.fsdp_gradients import (
-    AllUsed,
     FsdpBackward,
     FsdpModel,
     FsdpUnit,
     Gradients,
+    ParameterUse,
     TrackedUse,
 )
 from lockstep.strategies.sharded.prefetch import Prefetch
@@ -268,7 +268,7 @@ class FullySharded(Strategy):
         if any(p.requires_grad for p in model.parameters()):
             learning = [p for p in model.parameters() if p in ignored and p.requires_grad]
             kept = by_type(learning, self._shard_groups, self._reduce_scatter)
-            self._units.add(FsdpModel(model, units, kept, TrackedUse(model, self._group) if watch else AllUsed()))
+            self._units.add(FsdpModel(model, units, kept, TrackedUse(model, self._group) if watch else ParameterUse()))
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that ``optimizer`` can step tensors that are divided.
