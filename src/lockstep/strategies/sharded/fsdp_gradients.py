@@ -109,17 +109,14 @@ class Gradients(Protocol):
 
         Collective.
         """
-        ...
 
     def replay(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Compute and drop the gradients of a replayed micro-batch. Collective, as the gathering of blocks is."""
-        ...
 
     def discard_step(self) -> None:
         """Drop the gradients of the step."""
-        ...
 
 
 class ParameterUse:

@@ -46,7 +46,6 @@ class AlgorithmFactory(Protocol):
 
     def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
         """For ``worker`` of the ``workers`` on its island, and losses of ``objectives`` numbers."""
-        ...
 
 
 def _auto(space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
