@@ -5,7 +5,7 @@
                                    │ ╚══ rendezvous: the agents of other nodes, if there are any, and what all do
                                    └─► console: the leader's lines, its progress, the true cause
 
-    launcher      starts a run and sees it end; node_start: on several nodes; agent: the loop of one node
+    launcher      starts a run and sees it end, also as one of several nodes; agent: the loop of one node
     job/          what is started                     workers/      ranks of this node, and the fork server
     run_dir/      its files, on disk and in memory    rendezvous/   how the nodes of a job agree
     terminal/     what the user sees                  diagnosis/    root cause, hangs, memory
