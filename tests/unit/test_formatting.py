@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.formatting import acts, command_line, count, duration, harmless, size, some_of
+from lockstep.formatting import acts, command_line, count, duration, grouped, harmless, size, some_of
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,10 @@ def test_words_are_short_and_ascii(number):
     for words in (count(number), duration(number), size(number)):
         assert words.isascii()
         assert len(words) <= 13
+
+
+def test_what_has_one_key_is_together_in_the_order_in_which_it_comes():
+    assert list(grouped([("b", 2), ("a", 1), ("b", 0)]).items()) == [("b", [2, 0]), ("a", [1])]
 
 
 @pytest.mark.parametrize(

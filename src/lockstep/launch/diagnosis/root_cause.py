@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
 from lockstep.launch_contract import (
     EXIT_FAILED,
@@ -228,7 +228,7 @@ def format_diagnosis(
         lines += ["    the last lines of its log:", *(f"        {line}" for line in tail)] if tail else []
     lines += [f"    {line}" for line in cause.memory.splitlines()]
     lines += [f"    {line}" for line in diagnosis.memory]
-    for alike in _folded(diagnosis.others):
+    for alike in grouped((other.failure_key, other) for other in diagnosis.others).values():
         lines.append(
             f"  {format_ranks([e.rank for e in alike])} also {_what(alike[0])}{_briefly(alike[0])}{_times(alike)}"
         )
@@ -388,14 +388,6 @@ def _gpus(cause: RankExit, failed: Sequence[RankExit]) -> tuple[str, ...]:
         return ()
     by_rank = sorted(failed, key=lambda rank_exit: rank_exit.rank)
     return tuple(f"rank {e.rank}: {e.failure.gpu}" for e in by_rank if e.failure and e.failure.gpu)
-
-
-def _folded(exits: Sequence[RankExit]) -> list[list[RankExit]]:
-    """Endings that are alike together, in the order of the first of each."""
-    kinds: dict[object, list[RankExit]] = {}
-    for rank_exit in exits:
-        kinds.setdefault(rank_exit.failure_key, []).append(rank_exit)
-    return list(kinds.values())
 
 
 def _times(alike: Sequence[RankExit]) -> str:

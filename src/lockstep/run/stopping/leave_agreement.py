@@ -21,7 +21,7 @@ from typing import Final
 
 from lockstep.collectives import Group, KeyValueStore
 from lockstep.errors import LockstepError, MismatchError, UsageError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.heartbeat import find_user_frame, is_users
 from lockstep.memory_use import text_of
 
@@ -183,9 +183,7 @@ def _parted(leaves: list[Leave]) -> str:
     """The text about ranks that did different things; "" if all did the same after the same step."""
     if len({(leave.did, leave.step) for leave in leaves}) == 1:
         return ""
-    ranks: dict[Leave, list[int]] = {}
-    for rank, leave in enumerate(leaves):
-        ranks.setdefault(leave, []).append(rank)
+    ranks = grouped((leave, rank) for rank, leave in enumerate(leaves))
     said = []
     for leave, those in sorted(ranks.items(), key=lambda one: (one[0].did == _WENT_ON, one[0].step, one[1])):
         said.append(f"{format_ranks(those)} {_told(leave)}")
