@@ -18,7 +18,7 @@ def usable_cpus() -> set[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
-def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> int:
+def allotted_cpus(env: Environment, *, affinity: int | None = None, cpu_max: str | None = None) -> int:
     """How many CPUs this process may use, at least one.
 
     A rank gets its part of the CPUs that the ranks of its node share. A launcher is no rank and gets all CPUs of its
@@ -26,12 +26,15 @@ def allotted_cpus(env: Environment, *, affinity: int, cpu_max: str = "max") -> i
 
     Args:
         env: the environment of this process.
-        affinity: number of CPUs that it may run on, of `usable_cpus`.
-        cpu_max: the text of its control group's ``cpu.max``, such as ``max 100000`` or ``200000 100000``.
+        affinity: number of CPUs that it may run on; None: `usable_cpus`.
+        cpu_max: the text of its control group's ``cpu.max``, such as ``max 100000`` or ``200000 100000``; None: it is
+            read.
 
     Raises:
         WorldError: as `World.from_env`.
     """
+    affinity = len(usable_cpus()) if affinity is None else affinity
+    cpu_max = text_of(Path("/sys/fs/cgroup/cpu.max")) if cpu_max is None else cpu_max
     limits = [affinity]
     quota, _, period = cpu_max.strip().partition(" ")
     if quota.isdigit() and period.isdigit() and int(period):

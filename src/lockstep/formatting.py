@@ -9,6 +9,10 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
@@ -41,6 +45,19 @@ def plural(number: int, noun: str) -> str:
     if number == 1:
         return f"1 {noun}"
     return f"{number} {noun}{'es' if noun.endswith(('ch', 'sh', 's', 'x')) else 's'}"
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The second ones of ``pairs`` by the first, as what is said of many at once: in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
+
+
+def some_of(names: Sequence[str], most: int) -> str:
+    """The first ``most`` of the ``names``, and how many there are besides: ``a, b and 4 more``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str | None = None) -> str:

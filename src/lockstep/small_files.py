@@ -61,6 +61,14 @@ def create_text(path: Path, text: str, *, durable: bool = False) -> bool:
     return True
 
 
+def size_of(path: Path) -> int:
+    """How many bytes the file holds now; 0 if it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
 def unused_path(path: Path) -> Path:
     """``path``, or the first of ``path-2``, ``path-3``... that does not exist."""
     number, free = 1, path

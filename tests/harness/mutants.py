@@ -819,8 +819,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/parameter_server/parameter_server.py",
-        "        self._parameters.check_copies(ends=True)",
-        "        pass",
+        "        self._parameters.check_copies(ends=True)\n        return complete\n\n    def finish_training",
+        "        return complete\n\n    def finish_training",
         SERVED,
     ),
     mutant(
@@ -831,8 +831,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/delegation.py",
-        "    begin_micro_batch = _delegated()\n",
-        "",
+        "        begin_micro_batch,\n",
+        "        _begin_micro_batch,\n",
         "tests/ranks/strategies/test_zero.py",
         STRATEGIES,
     ),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.formatting import acts, command_line, count, duration, harmless, size
+from lockstep.formatting import acts, command_line, count, duration, grouped, harmless, size, some_of
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,17 @@ def test_words_are_short_and_ascii(number):
     for words in (count(number), duration(number), size(number)):
         assert words.isascii()
         assert len(words) <= 13
+
+
+def test_what_has_one_key_is_together_in_the_order_in_which_it_comes():
+    assert list(grouped([("b", 2), ("a", 1), ("b", 0)]).items()) == [("b", [2, 0]), ("a", [1])]
+
+
+@pytest.mark.parametrize(
+    ("most", "words"), [(1, "a and 2 more"), (2, "a, b and 1 more"), (3, "a, b, c"), (4, "a, b, c")]
+)
+def test_of_many_names_some_are_said_and_the_others_counted(most, words):
+    assert some_of(["a", "b", "c"], most) == words
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ Modules that need torch are imported at their first use, so that listing and ver
 from typing import TYPE_CHECKING
 
 from lockstep.checkpoint.commit import Committed, expired, list_checkpoints, read_manifest, remove, verify
-from lockstep.checkpoint.filesystem import LOCAL, FileSystem, LocalFileSystem
+from lockstep.checkpoint.filesystem import LOCAL, FileSystem
 from lockstep.checkpoint.json_state import SavedTree, StateTree, Tree
 from lockstep.checkpoint.lock import Holder, lock_root
 from lockstep.checkpoint.manifest import FORMAT, MANIFEST, Manifest, Piece, TensorRecord
@@ -76,7 +76,6 @@ __all__ = [
     "FileTensor",
     "FlatTree",
     "Holder",
-    "LocalFileSystem",
     "Manifest",
     "Outcome",
     "PartCopies",

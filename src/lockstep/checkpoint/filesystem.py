@@ -10,139 +10,83 @@ import io
 import os
 import stat
 from pathlib import Path
-from typing import Protocol
-
-from typing_extensions import override
 
 from lockstep.records import open_regular
 from lockstep.small_files import flush_names
 
 
-class FileSystem(Protocol):
-    """A file system, whose operations raise `OSError` as those of the operating system."""
+class FileSystem:
+    """The operating system's files; its operations raise `OSError` as those of the system do."""
 
     def make_directory(self, path: Path) -> None:
         """Make a directory, whose parent must exist; the directory itself must not."""
+        path.mkdir()
 
     def create(self, path: Path) -> int:
         """Open a new file for writing; the file must not exist."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
 
     def write(self, file: int, data: memoryview) -> int:
         """Append some bytes of ``data``; returns the number of appended bytes."""
+        return os.write(file, data)
 
     def sync(self, file: int) -> None:
         """Wait until the content of ``file`` survives a power cut. The file's name may still be lost."""
+        os.fsync(file)
 
     def close(self, file: int) -> None:
         """Close a file that `create` opened."""
+        os.close(file)
 
     def rename(self, old: Path, new: Path) -> None:
         """Give ``old`` another name, in one indivisible act."""
+        old.rename(new)
 
     def unlink(self, path: Path) -> None:
         """Remove one file."""
+        path.unlink()
 
     def remove_directory(self, path: Path) -> None:
         """Remove one empty directory."""
+        path.rmdir()
 
     def sync_directory(self, path: Path) -> None:
         """Wait until the names in ``path`` survive a power cut."""
+        flush_names(path)
 
     def names(self, path: Path) -> list[str]:
         """The names in a directory, in any order."""
+        return os.listdir(path)
 
     def is_directory(self, path: Path) -> bool:
         """Whether ``path`` is a directory."""
+        return path.is_dir()
 
     def is_link(self, path: Path) -> bool:
         """Whether ``path`` is a symbolic link, to any target."""
+        return path.is_symlink()
 
     def size(self, path: Path) -> int:
         """The bytes of a file; -1 for a link, pipe or anything but a regular file, which must not be opened."""
-
-    def reader(self, path: Path) -> io.BufferedIOBase:
-        """A regular file, not a link, opened for reading; the caller closes it."""
-
-    def reader_of_disk(self, path: Path) -> io.BufferedIOBase:
-        """A flushed file opened for reading from the disk, without the system's cache where the system allows."""
-        return self.reader(path)
-
-    def free_bytes(self, path: Path) -> int:
-        """The number of bytes that may still be written beneath ``path``."""
-
-
-class LocalFileSystem(FileSystem):
-    """The operating system's files."""
-
-    @override
-    def make_directory(self, path: Path) -> None:
-        path.mkdir()
-
-    @override
-    def create(self, path: Path) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
-
-    @override
-    def write(self, file: int, data: memoryview) -> int:
-        return os.write(file, data)
-
-    @override
-    def sync(self, file: int) -> None:
-        os.fsync(file)
-
-    @override
-    def close(self, file: int) -> None:
-        os.close(file)
-
-    @override
-    def rename(self, old: Path, new: Path) -> None:
-        old.rename(new)
-
-    @override
-    def unlink(self, path: Path) -> None:
-        path.unlink()
-
-    @override
-    def remove_directory(self, path: Path) -> None:
-        path.rmdir()
-
-    @override
-    def sync_directory(self, path: Path) -> None:
-        flush_names(path)
-
-    @override
-    def names(self, path: Path) -> list[str]:
-        return os.listdir(path)
-
-    @override
-    def is_directory(self, path: Path) -> bool:
-        return path.is_dir()
-
-    @override
-    def is_link(self, path: Path) -> bool:
-        return path.is_symlink()
-
-    @override
-    def size(self, path: Path) -> int:
         about = path.lstat()
         return about.st_size if stat.S_ISREG(about.st_mode) else -1
 
-    @override
     def reader(self, path: Path) -> io.BufferedIOBase:
+        """A regular file, not a link, opened for reading; the caller closes it."""
         return open_regular(path, follow=False)
 
-    @override
     def reader_of_disk(self, path: Path) -> io.BufferedIOBase:
+        """A flushed file opened for reading from the disk, without the system's cache where the system allows."""
         file = self.reader(path)
         if hasattr(os, "posix_fadvise"):  # not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
-    @override
     def free_bytes(self, path: Path) -> int:
+        """The number of bytes that may still be written beneath ``path``."""
         room = os.statvfs(path)
         return room.f_bavail * room.f_frsize
 
 
 #: The machine's own files.
-LOCAL = LocalFileSystem()
+LOCAL = FileSystem()

@@ -34,7 +34,6 @@ class AllReduce(Protocol):
                 Partials may be overwritten.
             micro_batches: of the step, the same on every rank.
         """
-        ...
 
     def finish(self) -> None:
         """Wait until each begun sum is in its ``out``; on a GPU, let later work in the current stream wait.
@@ -42,11 +41,9 @@ class AllReduce(Protocol):
         Raises:
             RuntimeError: of the transport, for example if a rank is gone.
         """
-        ...
 
     def close(self) -> None:
         """End threads and connections; no sum is begun afterwards."""
-        ...
 
 
 def open_all_reduce(group: Group, runs: Runs) -> AllReduce:

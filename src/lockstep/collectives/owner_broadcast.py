@@ -37,11 +37,9 @@ class OwnerBroadcast(Protocol):
         Raises:
             PeerLost: if a rank is gone.
         """
-        ...
 
     def close(self) -> None:
         """End connections; no call may follow."""
-        ...
 
 
 def open_owner_broadcast(group: Group) -> OwnerBroadcast:

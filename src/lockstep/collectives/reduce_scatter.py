@@ -87,7 +87,6 @@ class ScatteredSum(Protocol):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory on the device for the next value of `add`, which avoids a copy."""
-        ...
 
     def add(self, value: torch.Tensor, index: int | None) -> None:
         """Add the value of this rank's next micro-batch. Collective, once for each pass of a rank in the step.
@@ -96,11 +95,9 @@ class ScatteredSum(Protocol):
             value: one-dimensional, with the parts of all ranks of a copy, end to end; may be overwritten.
             index: of the micro-batch in its step; None: padding, which counts for nothing.
         """
-        ...
 
     def finish(self, out: torch.Tensor) -> None:
         """Write this rank's part of the sum into ``out``, after the last value. Collective."""
-        ...
 
 
 class ReduceScatter(Protocol):
@@ -108,11 +105,9 @@ class ReduceScatter(Protocol):
 
     def begin(self, micro_batches: int) -> ScatteredSum:
         """Begin a sum over the micro-batches of a step; on a GPU, all work is in the current stream."""
-        ...
 
     def close(self) -> None:
         """End threads and connections; no sum may follow."""
-        ...
 
 
 def open_reduce_scatter(shard_groups: ShardGroups, runs: Runs, *, exact: bool) -> ReduceScatter:
@@ -135,7 +130,6 @@ class PartExchange(Protocol):
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for the only value that this rank brings to the next exchange."""
-        ...
 
     def __call__(
         self, values: Sequence[torch.Tensor], counts: Sequence[int], like: torch.Tensor
@@ -150,11 +144,9 @@ class PartExchange(Protocol):
         Returns:
             The parts, in memory that is valid until the next exchange.
         """
-        ...
 
     def close(self) -> None:
         """End connections."""
-        ...
 
 
 class LinkExchange(PartExchange):
@@ -199,7 +191,6 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self, shard_groups: ShardGroups, runs: Runs) -> None:
         within, first, ranks = shard_groups.within, shard_groups.first, shard_groups.within.size
         self._device: Final = within.device
-        self._rank: Final = within.rank
         self._runs: Final = runs
         self._world: Final = range(ranks * shard_groups.copies)
         self._here: Final = range(first, first + ranks)

@@ -13,7 +13,7 @@ from lockstep.doctor.finding import Finding, Level, note, ok, problem
 from lockstep.doctor.host_facts import LARGE
 from lockstep.doctor.host_findings import brief, host_findings, rate
 from lockstep.doctor.machine_facts import MachineFacts
-from lockstep.formatting import format_ranks, plural, size
+from lockstep.formatting import format_ranks, grouped, plural, size
 from lockstep.scale import open_catalogue
 
 _SLOW_LINK: Final = 4.0  # times slower than the catalogue: another link than the one that should be there
@@ -125,9 +125,7 @@ def _ports(facts: MachineFacts) -> Iterator[Finding]:
     if len(facts.nodes) < 2:
         return
     tries = [each for node in facts.nodes for each in node.reached]
-    ways: dict[tuple[str, str], list[bool]] = {}
-    for each in tries:
-        ways.setdefault((each.host, each.to), []).append(each.seconds is not None)
+    ways = grouped(((each.host, each.to), each.seconds is not None) for each in tries)
     closed = [f"{host} to {to}" for (host, to), found in ways.items() if not any(found)]
     if closed:
         yield problem(
@@ -200,9 +198,7 @@ def _equal(facts: MachineFacts) -> Iterator[Finding]:
         return
     hosts, equal = [node.host for node in facts.nodes], True
     for name, level in _MUST_MATCH.items():
-        values: dict[object, list[str]] = {}
-        for host in hosts:
-            values.setdefault(getattr(host, name), []).append(host.host)
+        values = grouped((getattr(host, name), host.host) for host in hosts)
         if len(values) > 1:
             equal = False
             shown = "; ".join(f"{value or 'none'} on {', '.join(where[:3])}" for value, where in values.items())

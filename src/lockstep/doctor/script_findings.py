@@ -11,7 +11,7 @@ from typing import Final
 from lockstep.doctor.finding import Finding, note, ok, problem
 from lockstep.doctor.host_findings import brief
 from lockstep.doctor.script_facts import PassFacts, ScriptFacts, SourceFault
-from lockstep.formatting import count, format_ranks, plural, relative_path, size
+from lockstep.formatting import count, format_ranks, grouped, plural, relative_path, size
 from lockstep.scale import divisors
 
 _WAITS, _LEAST_S, _FASTER = 0.1, 1e-3, 0.95  # of a step, in which it waits for data; what a change must bring
@@ -252,10 +252,7 @@ def _evaluations(facts: Sequence[ScriptFacts]) -> Iterator[Finding]:
 
 
 def _saves(facts: Sequence[ScriptFacts]) -> Iterator[Finding]:
-    ranks: dict[tuple[str, str, int], list[int]] = {}
-    for each in facts:
-        for save in each.saves:
-            ranks.setdefault((save.path, save.file, save.line), []).append(each.rank)
+    ranks = grouped(((save.path, save.file, save.line), each.rank) for each in facts for save in each.saves)
     for (path, file, line), writers in ranks.items():
         if len(writers) > 1:
             yield problem(

@@ -150,12 +150,9 @@ def _call(above: list[tuple[str, str, str]]) -> tuple[str, bool]:
 
 def in_debugger(innermost: FrameType | None) -> bool:
     """Whether a stack is that of a debugger which has stopped the program, or of another prompt."""
-    frame = innermost
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_PROMPTS) or "/prompt_toolkit/" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    frames = traceback.walk_stack(innermost) if innermost is not None else ()
+    files = (frame.f_code.co_filename for frame, _ in frames)
+    return any(file.endswith(_PROMPTS) or "/prompt_toolkit/" in file for file in files)
 
 
 def collectives_begun() -> int:

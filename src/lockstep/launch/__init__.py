@@ -5,7 +5,7 @@
                                    │ ╚══ rendezvous: the agents of other nodes, if there are any, and what all do
                                    └─► console: the leader's lines, its progress, the true cause
 
-    launcher      starts a run and sees it end; node_start: on several nodes; agent: the loop of one node
+    launcher      starts a run and sees it end, also as one of several nodes; agent: the loop of one node
     job/          what is started                     workers/      ranks of this node, and the fork server
     run_dir/      its files, on disk and in memory    rendezvous/   how the nodes of a job agree
     terminal/     what the user sees                  diagnosis/    root cause, hangs, memory
@@ -35,7 +35,7 @@ from lockstep.launch.job.request import (
     without_options,
 )
 from lockstep.launch.launcher import launch, start, watch
-from lockstep.launch.run_dir.run_directory import is_in_use, next_generation, ranks_of
+from lockstep.launch.run_dir.run_directory import next_generation, ranks_of
 from lockstep.launch.schedulers import JOB_SCRIPT_SCHEDULERS, allocation, job_script
 from lockstep.launch.schedulers.scheduler import Allocation, JobCommand, JobRequest
 from lockstep.launch.workers.fork_server import import_torch
@@ -71,7 +71,6 @@ __all__ = [
     "first_failure",
     "how_it_ended",
     "import_torch",
-    "is_in_use",
     "job_script",
     "kind_options",
     "launch",

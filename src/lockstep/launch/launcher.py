@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,21 +23,31 @@ from typing import TypeVar, get_args
 
 from lockstep.errors import LaunchError, SettingError
 from lockstep.faults import Fault, FaultPlan
-from lockstep.formatting import relative_path
+from lockstep.formatting import plural, relative_path
 from lockstep.launch.agent import AfterFailure, Agent, Stops
-from lockstep.launch.host.machine import Machine
-from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting
+from lockstep.launch.host.machine import Machine, threads_of_rank
+from lockstep.launch.host.timed_calls import FileThread, ScreenThread, StoppedWaiting, call_in_time
 from lockstep.launch.job.request import Function, Nodes, OnHang, Request
-from lockstep.launch.node_start import NodePart, announce, running_elsewhere
+from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import SECRET
-from lockstep.launch.rendezvous.join import Joined, join_alone
-from lockstep.launch.rendezvous.takeover import NewCoordinator
+from lockstep.launch.rendezvous.join import Joined, host_job, join_alone, join_job
+from lockstep.launch.rendezvous.lease import Lease, LeaseFiles
+from lockstep.launch.rendezvous.takeover import NewCoordinator, living_holder
 from lockstep.launch.run_dir.owned_directory import emergency_memory
-from lockstep.launch.run_dir.run_directory import Job, begin_options, note_refused, prepare_in_time, settle_in_time
+from lockstep.launch.run_dir.run_directory import (
+    Job,
+    begin_options,
+    lock_if_free,
+    next_generation,
+    note_refused,
+    prepare_in_time,
+    settle_in_time,
+)
 from lockstep.launch.schedulers import allocation, job_ends_at
 from lockstep.launch.schedulers.scheduler import WARNED, Allocation, output_of, run_command, run_start_commands, text_of
 from lockstep.launch.terminal.attached_terminal import AttachedTerminal, has_terminal
 from lockstep.launch.terminal.console import Screen, say
+from lockstep.launch.timeouts import NodeTimeouts
 from lockstep.launch.workers.fork_server_client import check_can_be_copied, open_fork_server
 from lockstep.launch.workers.rank_environment import common_environment
 from lockstep.launch.workers.rank_messages import RankChannel
@@ -250,15 +261,15 @@ def _run_here(
     screen, stops = Screen(sys.stdout, sys.stderr, os.environ), stops or Stops()
     joined = join_alone(job)
     with settle_in_time(job), stops.listening(), _room_for_emergencies(joined) as room:
-        announce(job, screen)
+        _announce(job, screen)
         ended = _run_agent(joined, ScreenThread(screen), stops, room, after_failure)
         return ended.code, ended.failure
 
 
 def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: Allocation) -> tuple[int, bool]:
     """Carry out this machine's part of a job on several machines; its exit code, and whether others go on with it."""
-    stops, moved = Stops(), running_elsewhere(request, nodes)
-    part = NodePart(request, nodes, machine, given, stops)
+    stops, moved = Stops(), _running_elsewhere(request, nodes)
+    part = _NodePart(request, nodes, machine, given, stops)
     room: Mapping[str, str] | None = None
     with contextlib.ExitStack() as job:
         while True:
@@ -275,6 +286,103 @@ def _run_among_others(request: Request, nodes: Nodes, machine: Machine, given: A
             if ended.moved is None:
                 return ended.code, ended.job_goes_on
             moved = ended.moved
+
+
+def _running_elsewhere(request: Request, nodes: Nodes) -> NewCoordinator | None:
+    """The coordinator of a job that runs already, where another node may have taken over; None if it does not run.
+
+    Raises:
+        SettingError: if the run directory is not given, which all nodes must know, or cannot be read.
+    """
+    if not nodes.takeover:
+        return None
+    if request.run_dir is None:
+        raise SettingError("--rdzv-takeover: say --run-dir DIR, too, the same directory on a file system of all nodes")
+    run_dir = Path(request.run_dir).absolute()
+    leases = LeaseFiles(run_dir)
+
+    def read() -> Lease | None:
+        return call_in_time(leases.newest, f"the run directory {request.run_dir}", say)
+
+    holder = None if request.fresh else living_holder(read, NodeTimeouts(nodes.lost_after_s), time.sleep)
+    return None if holder is None else NewCoordinator(holder, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _NodePart:
+    """This node's part in a job on several nodes."""
+
+    request: Request  #: of the user
+    nodes: Nodes  #: of it
+    machine: Machine  #: this one
+    given: Allocation  #: by a scheduler
+    stops: Stops  #: may end the waiting for others
+
+    def take(
+        self, moved: NewCoordinator | None, stack: contextlib.ExitStack, signals: contextlib.ExitStack
+    ) -> tuple[Joined, ScreenThread]:
+        """Take part in the job: as its coordinator where that is this host's part, else as one that follows.
+
+        Args:
+            moved: the coordinator, as far as that is not what `nodes` say.
+            stack: closes what is opened here, when this node's part is over.
+            signals: ends the listening to signals, which begins here: until the run directory is known, Ctrl-C
+                interrupts.
+
+        Returns:
+            What the agent needs, and the screen.
+
+        Raises:
+            SettingError, LaunchError: if it cannot take part.
+            StoppedWaiting: if `stops` came before it does.
+        """
+        request, nodes, stops = self.request, self.nodes, self.stops
+        screen = Screen(sys.stdout, sys.stderr, os.environ)
+        thread = ScreenThread(screen)
+        endpoint = Endpoint(nodes.host, nodes.port) if moved is None else Endpoint.parse(moved.lease.endpoint)
+        # Where the user numbers the nodes, the first one is where they meet, in whatever order they come.
+        claims = moved is None and not nodes.node_rank
+        listening = endpoint.claim() if claims else None if moved is None else moved.listening
+        if listening is None and moved is None and nodes.node_rank == 0:
+            raise SettingError(
+                f"--node-rank 0, but this machine cannot listen at {endpoint}: --master-addr names the machine that "
+                "has --node-rank 0, and no other job may use its port"
+            )
+        if listening is not None and moved is None and nodes.node_rank is None and (note := endpoint.note()):
+            screen.say(note)
+        follows = listening is None or moved is not None
+        job = prepare_in_time(request, self.machine, self.given, follows=follows)
+        if listening is not None:
+            stack.enter_context(listening)
+            if moved is None:
+                stack.enter_context(settle_in_time(job))
+        signals.enter_context(stops.listening())
+
+        def stopped() -> bool:
+            return stops.times > 0
+
+        if listening is None:
+            return join_job(job, endpoint, say=screen.say, stopped=stopped), thread
+        lease = None if moved is None else moved.lease
+        if moved is not None:
+            run_dir = Path(str(request.run_dir)).absolute()
+            stack.enter_context(lock_if_free(run_dir))
+            job = replace(job, run_dir=run_dir, begins="resume", generation=next_generation(run_dir))
+        _announce(job, screen)
+        return host_job(job, endpoint, listening, stack, lease, say=thread.say, stopped=stopped), thread
+
+
+def _announce(job: Job, screen: Screen) -> None:
+    """Tell the user what begins on this node."""
+    for note in job.notes:
+        screen.say(note)
+    where = "" if job.request.nodes is None else " on this node"
+    each = "" if job.ranks == 1 else " each"
+    # Torch uses all CPUs under `python`; here ranks would slow each other down.
+    threads = threads_of_rank(os.environ)
+    screen.say(
+        f"{plural(job.ranks, 'rank')}{where}, {plural(threads, 'CPU thread')}{each}; logs: {relative_path(job.logs)}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

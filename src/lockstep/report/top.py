@@ -18,7 +18,7 @@ from typing import TextIO
 
 from lockstep.errors import SettingError
 from lockstep.formatting import count, duration, harmless, plural, size
-from lockstep.launch_contract import RUN_FILE
+from lockstep.launch_contract import LOCK_FILE, RUN_FILE
 from lockstep.report.status import RanksFile, RankStatus, Status, StatusFile, lateness
 from lockstep.report.views import LinesView, View, can_draw
 
@@ -105,9 +105,9 @@ def newest_run() -> Path | None:
 
 
 def ended(run_dir: Path) -> bool:
-    """Whether no launcher works in ``run_dir`` any more."""
+    """Whether no launcher works in ``run_dir`` any more, and nothing that it has started still ends there."""
     try:
-        with (run_dir / ".lock").open("rb") as lock:
+        with (run_dir / LOCK_FILE).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

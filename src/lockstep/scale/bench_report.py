@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.formatting import count, duration, plural, size
+from lockstep.formatting import count, duration, grouped, plural, size
 from lockstep.report import new_figure, save_svg, write_table
 from lockstep.scale.bench_result import PARTS, BenchResult, BenchRow, most_worthwhile
 
@@ -183,10 +183,8 @@ def write_csv(result: BenchResult, path: Path) -> None:
 
 def curves(rows: Sequence[BenchRow]) -> dict[str, list[BenchRow]]:
     """Rows by what their curve is called, by ranks: all that differ in ranks only. A pure function."""
-    found: dict[str, list[BenchRow]] = {}
-    for row in sorted(rows, key=lambda r: r.variant.ranks):
-        found.setdefault(str(row.variant).replace(f" x {row.variant.ranks}", "", 1), []).append(row)
-    return found
+    ascending = sorted(rows, key=lambda r: r.variant.ranks)
+    return grouped((str(row.variant).replace(f" x {row.variant.ranks}", "", 1), row) for row in ascending)
 
 
 def _draw_throughput(axes: Any, rows: Sequence[BenchRow]) -> None:

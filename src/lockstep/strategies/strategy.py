@@ -76,15 +76,12 @@ class StateLayout(Protocol):
 
     def norm(self, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
         """The 2-norm of all gradients of ``parameters``: equal bits on every rank and for every layout. Collective."""
-        ...
 
     def any(self, found: torch.Tensor) -> torch.Tensor:
         """1.0 if ``found``, of one element, is not zero on some rank that holds a part, else 0.0. Collective."""
-        ...
 
     def model_state(self, model: nn.Module) -> StateDict:
         """The state of the whole model by its own names; a `TensorShard` for a divided tensor. Collective."""
-        ...
 
     def load_model(self, model: nn.Module, state: StateDict) -> None:
         """Load a state of `model_state`, in which every tensor is whole, or a `StoredTensor` in a file. Collective.
@@ -92,15 +89,12 @@ class StateLayout(Protocol):
         A rank reads only the tensors that it holds from a file, and needs memory for no more than one tensor beside
         these.
         """
-        ...
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> StateDict:
         """``optimizer.state_dict()`` as a single rank has it; a `TensorShard` for a divided tensor. Collective."""
-        ...
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, state: StateDict) -> None:
         """Load a state of `optimizer_state`, in which every tensor is whole, or a `StoredTensor`. Collective."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint import (
     MANIFEST,
     Checkpoints,
-    LocalFileSystem,
+    FileSystem,
     Manifest,
     Piece,
     TensorRecord,
@@ -252,7 +252,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before_loudly(tmp_path, name, da
     assert newest.is_dir(), "it stays, for someone to look at"
 
 
-class Failing(LocalFileSystem):
+class Failing(FileSystem):
     """A device that does not give some files for a while."""
 
     fails = ""
@@ -284,7 +284,7 @@ def test_what_cannot_be_read_now_is_not_damaged_and_nothing_older_is_taken(tmp_p
         in_memory(tree)
 
 
-class Flips(LocalFileSystem):
+class Flips(FileSystem):
     """A disk that stores one bit wrongly, of the byte that is ``left`` bytes away."""
 
     def __init__(self, left):
@@ -388,7 +388,7 @@ def test_starting_over_sets_the_old_ones_aside(tmp_path):
     assert saves.archive() is None
 
 
-class Gate(LocalFileSystem):
+class Gate(FileSystem):
     """Holds each new file back until it is opened."""
 
     def __init__(self):
@@ -484,7 +484,7 @@ def test_one_save_at_a_time_beside_the_training(tmp_path, monkeypatch):
     assert saves.finished_saves() == ()
 
 
-class SeesLess(LocalFileSystem):
+class SeesLess(FileSystem):
     """Files of others appear shorter than they are, as where a network file system has not caught up."""
 
     def size(self, path):
@@ -501,7 +501,7 @@ def test_a_part_that_the_leader_does_not_see_in_full_is_not_committed(tmp_path):
     assert list_checkpoints(tmp_path) == ()
 
 
-class Roomy(LocalFileSystem):
+class Roomy(FileSystem):
     """Promises room that is not there, as when someone else fills the disk meanwhile."""
 
     def free_bytes(self, path):
@@ -519,7 +519,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", place], check=True)
 
 
-@pytest.mark.parametrize("disk", [LocalFileSystem(), Roomy()], ids=["seen before", "met while writing"])
+@pytest.mark.parametrize("disk", [FileSystem(), Roomy()], ids=["seen before", "met while writing"])
 def test_a_full_disk_stops_neither_the_training_nor_harms_what_is_there(small_disk, disk):
     root = small_disk / "checkpoints"
     saves, said = checkpoints(root, keep=1, disk=disk)
@@ -570,7 +570,7 @@ def test_no_open_file_and_no_thread_is_left(tmp_path):
     assert not [thread for thread in threading.enumerate() if thread.name == "lockstep-checkpoint"]
 
 
-class StopsBeforeCommit(LocalFileSystem):
+class StopsBeforeCommit(FileSystem):
     def __init__(self):
         self.reached, self.go_on = threading.Event(), threading.Event()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.checkpoint import Checkpoints, LocalFileSystem, list_checkpoints, verify
+from lockstep.checkpoint import Checkpoints, FileSystem, list_checkpoints, verify
 from lockstep.collectives import in_memory, open_group, single_rank_group
 from lockstep.errors import CheckpointError, PeerLost
 from lockstep.testing import run_each, run_ranks
@@ -22,7 +22,7 @@ def state(step):
     return {"w": torch.full((3000,), float(step)), "m": torch.full((2000,), -float(step)), "n": torch.tensor(step)}
 
 
-class Broken(LocalFileSystem):
+class Broken(FileSystem):
     def create(self, path):
         raise PermissionError(13, "Permission denied", str(path))
 
@@ -53,7 +53,7 @@ def save_and_load_each_others(group, root, said, told):
     saves.close()
     told["news"] = [(news.step, news.committed) for news in saves.finished_saves()]
 
-    broken = Checkpoints(root, group, keep=9, say=said.append, disk=Broken() if group.rank else LocalFileSystem())
+    broken = Checkpoints(root, group, keep=9, say=said.append, disk=Broken() if group.rank else FileSystem())
     broken.save(state(5), 5, {})
     broken.wait()
     told["last"] = [(news.step, news.committed) for news in broken.finished_saves()]
@@ -93,21 +93,21 @@ def newest_of_damaged(group, root, said, told):
     saves = Checkpoints(root, group, keep=9, say=said.append)
     told["found"] = saves.newest().step
     for name, elsewhere in (("hidden", Hides()), ("another", Elsewhere(root))):
-        disk = elsewhere if group.rank else LocalFileSystem()
+        disk = elsewhere if group.rank else FileSystem()
         try:
             Checkpoints(root, group, keep=9, say=said.append, disk=disk).newest()
         except CheckpointError as error:
             told[name] = str(error)
 
 
-class Hides(LocalFileSystem):
+class Hides(FileSystem):
     """On another node, with another directory of this name."""
 
     def is_directory(self, path):
         return False
 
 
-class Elsewhere(LocalFileSystem):
+class Elsewhere(FileSystem):
     """On another node, where a directory of this name holds the checkpoints of another run."""
 
     def __init__(self, root):
@@ -149,7 +149,7 @@ def test_what_is_damaged_in_the_share_of_any_rank_is_passed_over_by_all(tmp_path
     assert "step-00000001 is another checkpoint for rank 1 than for the leader" in leader["another"]
 
 
-class WaitsForASign(LocalFileSystem):
+class WaitsForASign(FileSystem):
     """Commits when a file is there."""
 
     def __init__(self, sign):
@@ -162,7 +162,7 @@ class WaitsForASign(LocalFileSystem):
 
 def one_hears_nothing(group, root, said, told):
     sign = root.with_name("rank 1 has given up")
-    disk, patience_s = (LocalFileSystem(), 2.0) if group.rank else (WaitsForASign(sign), DEADLINE_S)
+    disk, patience_s = (FileSystem(), 2.0) if group.rank else (WaitsForASign(sign), DEADLINE_S)
     saves = Checkpoints(root, group, keep=1, say=said.append, disk=disk, peer_timeout_s=patience_s)
     saves.save(state(1), 1, {})
     if group.rank:

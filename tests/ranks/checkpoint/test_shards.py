@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from lockstep.checkpoint import (
     CheckpointReader,
     Checkpoints,
-    LocalFileSystem,
+    FileSystem,
     TensorRecord,
     list_checkpoints,
     load_tree,
@@ -210,7 +210,7 @@ def paired(records, loaded):
             yield from paired(records[key], loaded[key])
 
 
-class Full(LocalFileSystem):
+class Full(FileSystem):
     def free_bytes(self, path):
         return 0
 
@@ -218,7 +218,7 @@ class Full(LocalFileSystem):
 def many_small(root):
     group, said = meet(), []
     tree = {f"rather/long/path/to/{n}": rows(torch.ones(4, 3), group.rank, group.rank + 1) for n in range(25)}
-    for disk in (Full(), LocalFileSystem()):
+    for disk in (Full(), FileSystem()):
         saves = Checkpoints(root, group, keep=9, say=said.append, disk=disk)
         saves.save(tree, 1, {})
         saves.close()

@@ -15,7 +15,7 @@ from torch import nn
 
 from campaign_marks import IN_CAMPAIGN
 from lockstep.checkpoint import NEXT_STEP, list_checkpoints, verify
-from lockstep.checkpoint.filesystem import LocalFileSystem
+from lockstep.checkpoint.filesystem import FileSystem
 from lockstep.checkpoint.next_step import read_next_step
 from lockstep.collectives import TensorShard
 from lockstep.errors import CheckpointError, MismatchError
@@ -113,7 +113,7 @@ def apart(directory, what, odd):
 
 def has_step(checkpoint):
     """Whether the step after the ``checkpoint`` is recorded; before that step, what the script holds is."""
-    return "samples" in (read_next_step(checkpoint, LocalFileSystem()) or {})
+    return "samples" in (read_next_step(checkpoint, FileSystem()) or {})
 
 
 def killed(directory, how="good", strategy="ddp", until=KILLED, **settings):

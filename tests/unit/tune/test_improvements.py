@@ -35,13 +35,14 @@ def test_the_order_in_which_trials_are_read_changes_nothing(losses, least, data)
         count = data.draw(st.integers(1, len(waiting)))
         improvements.add(waiting[:count])
         waiting = waiting[count:]
-        improvements.since  # noqa: B018 - what was computed before all had come is computed anew
-    best = None if improvements.best is None else improvements.best.loss
-    assert (best, improvements.since, improvements.longest) == expected(losses, least)
+        improvements.newest  # noqa: B018 - what was computed before all had come is computed anew
+    newest = improvements.newest
+    best = None if newest.best is None else newest.best.loss
+    assert (best, newest.since, newest.longest) == expected(losses, least)
 
 
 def test_a_whole_training_is_better_than_one_that_was_cut_short():
     improvements = Improvements()
     improvements.add([trial(0, [1.0], "stopped"), trial(1, [2.0]), trial(2, [0.5], "stopped"), trial(3, [1.5])])
-    assert improvements.best.number == 3
-    assert improvements.before.number == 1
+    assert improvements.newest.best.number == 3
+    assert improvements.newest.before.number == 1

@@ -492,5 +492,5 @@ def test_threads_of_one_core_go_to_one_rank(tmp_path):
 
 def test_a_bound_rank_is_not_shared_out_again():
     env = World(1, 4, 1, 4, 0, 1, port=1).rank_variables() | {"LOCKSTEP_RUN_ID": "r", "LOCKSTEP_BIND": "1"}
-    assert allotted_cpus(env, affinity=2) == 2
+    assert allotted_cpus(env, affinity=2, cpu_max="max") == 2
     assert allotted_cpus(env, affinity=2, cpu_max="400000 100000") == 1

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final, Literal
 
+from lockstep.formatting import grouped
 from lockstep.heartbeat import NOTHING, Stacks
 from lockstep.heartbeat_message import Heartbeat, SourceLine
 from lockstep.launch.timeouts import ABSENT_S, SILENT_S, Silence
@@ -370,9 +371,7 @@ def _all_wait(waiting: Sequence[RankState], exited: Mapping[int, int]) -> tuple[
     """The kind and the culprits where every rank waits for the others."""
     if exited:
         return "exited", waiting
-    calls: dict[object, list[RankState]] = {}
-    for rank_state in waiting:
-        calls.setdefault(_collective_of(_beat(rank_state)), []).append(rank_state)
+    calls = grouped((_collective_of(_beat(rank_state)), rank_state) for rank_state in waiting)
     if len(calls) < 2:
         return "all_waiting", waiting
     fewest, most = min(map(len, calls.values())), max(map(len, calls.values()))

@@ -46,6 +46,7 @@ from lockstep.launch.workers.generation import Generation
 from lockstep.launch.workers.rank_messages import RankChannel
 from lockstep.launch_contract import STACKS_SIGNAL
 from lockstep.memory_use import text_of
+from lockstep.small_files import size_of
 
 #: A file that has not grown for this long is whole.
 _QUIET_S = 0.06
@@ -276,7 +277,7 @@ class HangMonitor:
         """The stacks of the ranks with these process ids, as far as they answer."""
         files = {rank: self._job.stacks(rank) for rank in processes}
         before = {rank: text_of(file) for rank, file in files.items()}
-        sizes = {file: _size(file) for file in files.values()}
+        sizes = {file: size_of(file) for file in files.values()}
         asked = [rank for rank, process in processes.items() if _ask_process(process)]
         _settle({files[rank]: sizes[files[rank]] for rank in asked})
         return {rank: read_stacks(before[rank], text_of(files[rank])[len(before[rank]) :]) for rank in asked}
@@ -287,7 +288,7 @@ class HangMonitor:
         path = self._job.stacks(rank)
 
         def stacks() -> Stacks:
-            before, size = text_of(path), _size(path)
+            before, size = text_of(path), size_of(path)
             if not _ask_process(process):
                 return NOTHING
             _settle({path: size})
@@ -321,7 +322,7 @@ def _settle(start: Mapping[Path, int]) -> None:
     sizes, quiet_since = dict(start), time.monotonic()
     while time.monotonic() < end:
         time.sleep(0.01)
-        new = {path: _size(path) for path in start}
+        new = {path: size_of(path) for path in start}
         if new != sizes:
             sizes, quiet_since = new, time.monotonic()
         elif time.monotonic() - quiet_since > _QUIET_S and all(sizes[path] > start[path] for path in start):
@@ -351,10 +352,3 @@ def _process_state(process: int) -> str:
         return str(psutil.Process(process).status())
     except psutil.Error:
         return ""
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

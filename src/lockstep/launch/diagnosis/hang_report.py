@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.heartbeat import NOTHING, Stack, Stacks
 from lockstep.heartbeat_message import SourceLine
 from lockstep.launch.diagnosis.hang_analysis import HangDiagnosis, RankState
@@ -190,9 +190,7 @@ def _stack_lines(
 
 
 def _by_activity(rank_states: Sequence[RankState], shown: Callable[[str], str], *, since: bool) -> list[str]:
-    groups: dict[tuple[str, str], list[RankState]] = {}
-    for rank_state in rank_states:
-        groups.setdefault(_activity(rank_state, shown), []).append(rank_state)
+    groups = grouped((_activity(rank_state, shown), rank_state) for rank_state in rank_states)
     told = []
     for (doing, at), members in groups.items():
         seconds = max(max(s.silent_s, s.same_place_s, s.same_phase_s) for s in members)

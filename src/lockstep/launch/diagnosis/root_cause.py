@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.launch.diagnosis.error_record import HANG, Failure, aborted_by_watchdog
 from lockstep.launch_contract import (
     EXIT_FAILED,
@@ -228,7 +228,7 @@ def format_diagnosis(
         lines += ["    the last lines of its log:", *(f"        {line}" for line in tail)] if tail else []
     lines += [f"    {line}" for line in cause.memory.splitlines()]
     lines += [f"    {line}" for line in diagnosis.memory]
-    for alike in _folded(diagnosis.others):
+    for alike in grouped((other.failure_key, other) for other in diagnosis.others).values():
         lines.append(
             f"  {format_ranks([e.rank for e in alike])} also {_what(alike[0])}{_briefly(alike[0])}{_times(alike)}"
         )
@@ -362,7 +362,7 @@ def _what(rank_exit: RankExit) -> str:
 
 def how_it_ended(status: int) -> str:
     """How a process ended, in words, from its exit code or minus the signal that killed it."""
-    return f"was killed by {_signal_name(-status)}" if status < 0 else f"left with exit code {status}"
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"left with exit code {status}"
 
 
 def _why(rank_exit: RankExit) -> list[str]:
@@ -390,14 +390,6 @@ def _gpus(cause: RankExit, failed: Sequence[RankExit]) -> tuple[str, ...]:
     return tuple(f"rank {e.rank}: {e.failure.gpu}" for e in by_rank if e.failure and e.failure.gpu)
 
 
-def _folded(exits: Sequence[RankExit]) -> list[list[RankExit]]:
-    """Endings that are alike together, in the order of the first of each."""
-    kinds: dict[object, list[RankExit]] = {}
-    for rank_exit in exits:
-        kinds.setdefault(rank_exit.failure_key, []).append(rank_exit)
-    return list(kinds.values())
-
-
 def _times(alike: Sequence[RankExit]) -> str:
     return f" (x{len(alike)} ranks)" if len(alike) > 1 else ""
 
@@ -409,7 +401,8 @@ def _briefly(rank_exit: RankExit) -> str:
     return f": {first}" if first else ""
 
 
-def _signal_name(signum: int) -> str:
+def signal_name(signum: int) -> str:
+    """Such as ``SIGTERM``, or ``signal 40`` for one without a name."""
     try:
         return signal.Signals(signum).name
     except ValueError:

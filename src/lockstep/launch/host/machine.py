@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Self
 
-from lockstep.cpu_affinity import allotted_cpus, usable_cpus
+from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError
 from lockstep.formatting import format_ranks, plural
 from lockstep.gpu_driver import ask_driver
 from lockstep.launch.diagnosis.root_cause import RankExit
-from lockstep.memory_use import text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +24,9 @@ class Machine:
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> Self:
         """Ask the operating system and the GPU driver; takes a few milliseconds and touches no GPU."""
-        cpus = allotted_cpus(env, affinity=len(usable_cpus()), cpu_max=_cpu_quota())
         present, divided = _driver_gpus()
         gpus = visible(env.get("CUDA_VISIBLE_DEVICES"), present)
-        return cls(gpus=min(gpus, 1) if divided else gpus, cpus=cpus)
+        return cls(gpus=min(gpus, 1) if divided else gpus, cpus=allotted_cpus(env))
 
 
 def visible(allowed: str | None, present: int) -> int:
@@ -116,11 +113,6 @@ def holder_of(port: int) -> tuple[int, str] | None:
                 process = psutil.Process(connection.pid)
                 return process.pid, " ".join(process.cmdline()) or process.name()
     return None
-
-
-def _cpu_quota() -> str:
-    """What the control group of this process may use of the CPUs; psutil does not know of control groups."""
-    return text_of(Path("/sys/fs/cgroup/cpu.max")) or "max"
 
 
 def threads_of_rank(env: Mapping[str, str]) -> int:

@@ -13,9 +13,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from lockstep.errors import SettingError
 from lockstep.launch.terminal.console import Screen
@@ -39,62 +41,33 @@ _MOST_WAITING = 64
 _LAST_WORDS_S = 30.0
 
 
-class Task(Generic[T]):
-    """One call, made in a thread."""
-
-    def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._done: Final = threading.Event()
-        self._value: T | None = None
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        """Make the call; what it raises is kept for `result`."""
-        try:
-            self._value = self._call()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
-            self._error = error
-        self._done.set()
-
-    def wait(self, within_s: float) -> bool:
-        """Whether the call has returned, after up to ``within_s``."""
-        return self._done.wait(within_s)
-
-    def result(self) -> T:
-        """What the call returned; to be asked once it has.
-
-        Raises:
-            BaseException: what the call raised.
-        """
-        if self._error is not None:
-            raise self._error
-        return self._value  # type: ignore[return-value]
-
-
 class TaskThread:
-    """A daemon thread that runs tasks in their order. It starts with the first one."""
+    """A daemon thread that makes calls in their order. It starts with the first one.
+
+    Those of a `ThreadPoolExecutor` are waited for when Python exits: a call that does not return would hold it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._tasks: queue.SimpleQueue[Task[Any] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     @property
     def waiting(self) -> int:
-        """How many tasks have not begun."""
+        """How many calls have not begun."""
         return self._tasks.qsize()
 
-    def start(self, call: Callable[[], T]) -> Task[T]:
+    def start(self, call: Callable[[], T]) -> Future[T]:
         """Have ``call`` made after all that were started before."""
-        task = Task(call)
-        self._tasks.put(task)
+        task = Future[T]()
+        self._tasks.put((task, call))
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         return task
 
     def close(self, within_s: float = 0.0) -> bool:
-        """End the thread after its last task; returns whether it ended ``within_s``. Without waiting it ends later."""
+        """End the thread after its last call; returns whether it ended ``within_s``. Without waiting it ends later."""
         self._tasks.put(None)
         return self.ended(within_s)
 
@@ -105,8 +78,17 @@ class TaskThread:
         return self._thread is None or not self._thread.is_alive()
 
     def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            task.run()
+        while (begun := self._tasks.get()) is not None:
+            task, call = begun
+            try:
+                task.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+                task.set_exception(error)
+
+
+def done_within(task: Future[Any], within_s: float) -> bool:
+    """Whether the call has returned, after up to ``within_s``."""
+    return bool(futures.wait([task], within_s).done)
 
 
 class StoppedWaiting(Exception):
@@ -132,7 +114,7 @@ def call_in_time(
     thread = TaskThread("lockstep start")
     task = thread.start(call)
     begin_s, told = time.monotonic(), False
-    while not task.wait(0.1):
+    while not done_within(task, 0.1):
         waited_s = time.monotonic() - begin_s
         if stopped():
             raise StoppedWaiting
@@ -163,7 +145,7 @@ class FileThread:
         self._say, self._shown, self._patience_s = say, shown, patience_s
         self._thread = TaskThread("lockstep files")
         self._stuck: dict[Path, _Stuck] = {}
-        self._stuck_tasks: list[Task[Any]] = []
+        self._stuck_tasks: list[Future[Any]] = []
         self._told: set[str] = set()
 
     def ask(
@@ -184,12 +166,12 @@ class FileThread:
         now_s = time.monotonic()
         stuck = self._stuck.get(of)
         self._tell_stuck(now_s)
-        self._stuck_tasks = [task for task in self._stuck_tasks if not task.wait(0.0)]
-        waits = stuck is not None and now_s < stuck.again_s and not stuck.task.wait(0.0)
+        self._stuck_tasks = [task for task in self._stuck_tasks if not task.done()]
+        waits = stuck is not None and now_s < stuck.again_s and not stuck.task.done()
         if (waits and not urgent) or len(self._stuck_tasks) >= _MOST_STUCK:
             return otherwise
         task = self._thread.start(call)
-        if not task.wait(self._patience_s if within_s is None else within_s):
+        if not done_within(task, self._patience_s if within_s is None else within_s):
             self._give_up(of, task)
             return otherwise
         if (answers := self._stuck.pop(of, None)) is not None and answers.told:
@@ -204,7 +186,7 @@ class FileThread:
         """End the thread; one that waits for a file that does not answer ends with this process."""
         self._thread.close(self._patience_s)
 
-    def _give_up(self, of: Path, task: Task[Any]) -> None:
+    def _give_up(self, of: Path, task: Future[Any]) -> None:
         before, now_s = self._stuck.get(of), time.monotonic()
         if before is None:
             self._stuck[of] = _Stuck(task, _AGAIN_S[0], now_s + _AGAIN_S[0], told_s=now_s + _SILENT_S)
@@ -217,7 +199,7 @@ class FileThread:
 
     def _tell_stuck(self, now_s: float) -> None:
         for path, stuck in self._stuck.items():
-            if not stuck.told and now_s >= stuck.told_s and not stuck.task.wait(0.0):
+            if not stuck.told and now_s >= stuck.told_s and not stuck.task.done():
                 stuck.told = True
                 self._say(
                     f"note: {self._shown(path)} does not answer: the machine is busy, or the file system is gone. "
@@ -234,7 +216,7 @@ class FileThread:
 class _Stuck:
     """A file that did not answer."""
 
-    task: Task[object]
+    task: Future[object]
     pause_s: float
     again_s: float  #: when the file is asked again
     told_s: float  #: when the user is told, unless the file has answered
@@ -247,7 +229,7 @@ class ScreenThread:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._thread = TaskThread("lockstep screen")
-        self._failures: list[tuple[str, Task[None]]] = []
+        self._failures: list[tuple[str, Future[None]]] = []
         self._parts = 0  # of rests that were shown
 
     @property
@@ -307,7 +289,7 @@ class ScreenThread:
         while not self._thread.ended(0.05) and urged() == before and time.monotonic() < end_s:
             if (now := (self._thread.waiting, self._parts)) != shown:
                 shown, end_s = now, time.monotonic() + _LAST_WORDS_S
-        unsaid = [text for text, task in self._failures if not task.wait(0.0)]
+        unsaid = [text for text, task in self._failures if not task.done()]
         if unsaid:
             # Standard output is a pipe that nobody reads; standard error may be another one.
             errors = TaskThread("lockstep errors")

@@ -27,7 +27,7 @@ from lockstep.formatting import command_line
 from lockstep.launch.diagnosis.part_monitor import PartMonitor
 from lockstep.launch.diagnosis.root_cause import how_it_ended
 from lockstep.launch.host.child_process import own_python, stop_signals_blocked, with_this_package
-from lockstep.launch.host.timed_calls import FileThread, TaskThread, call_in_time
+from lockstep.launch.host.timed_calls import FileThread, TaskThread, call_in_time, done_within
 from lockstep.launch.job.program_sources import source_hashes
 from lockstep.launch.job.request import Function, Nodes, Request
 from lockstep.launch.rendezvous.endpoint import Endpoint, listen
@@ -343,7 +343,7 @@ def probe_all(hosts: Sequence[str], endpoint: str) -> list[str]:
     threads = [TaskThread("lockstep probe") for _ in hosts[:_MOST_PROBES]]
     asked = [thread.start(partial(probe, host, endpoint)) for thread, host in zip(threads, hosts, strict=False)]
     end_s = time.monotonic() + 1.5 * _PROBE_S
-    found = [task.result() for task in asked if task.wait(max(0.0, end_s - time.monotonic()))]
+    found = [task.result() for task in asked if done_within(task, max(0.0, end_s - time.monotonic()))]
     for thread in threads:
         thread.close()
     return found

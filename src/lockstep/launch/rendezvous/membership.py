@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from lockstep.errors import RendezvousError, UnreadableCheckpoint
 from lockstep.formatting import format_ranks, plural
-from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit, diagnose, has_failed, in_one_line
+from lockstep.launch.diagnosis.root_cause import Diagnosis, RankExit, diagnose, has_failed, in_one_line, signal_name
 from lockstep.launch.rendezvous.membership_state import (
     MembershipState,
     abandon,
@@ -81,7 +81,7 @@ def _gather(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticLi
     state = _release(state, nodes, limits)
     if (stoppers := _stoppers(state, nodes, limits)) and not _saves_first(state, stoppers, limits, now_s):
         stopped_by = stoppers[0].stopped_by
-        return end_job(state, 128 + stopped_by, f"stopped by {_signal_name(stopped_by)} while waiting for nodes")
+        return end_job(state, 128 + stopped_by, f"stopped by {signal_name(stopped_by)} while waiting for nodes")
     if state.held_back is not None and now_s >= state.since_s + limits.lost_after_s:
         return _end_with(state, state.held_back, "nodes are missing")
     if any(node.report.node_id in state.plan.released for node in nodes[:1]):
@@ -244,7 +244,7 @@ def _release(state: MembershipState, nodes: Sequence[NodeView], limits: ElasticL
     costs = plan.phase == "generation" and any(plan.node_rank(report.node_id) is not None for report in leavers)
     if not leavers or len(stay) < limits.min_nodes or (costs and state.changes >= limits.max_changes):
         return state
-    signals = " and ".join(sorted({_signal_name(report.stopped_by) for report in leavers}))
+    signals = " and ".join(sorted({signal_name(report.stopped_by) for report in leavers}))
     hosts = ", ".join(report.host for report in leavers)
     how = "stopping at a checkpoint, to go on with the other nodes" if costs else "the other nodes go on"
     state = announce(state, Message(f"{hosts} was told to stop ({signals}) and leaves: {how}"))
@@ -366,7 +366,7 @@ def _note_start(state: MembershipState, failed: Sequence[RankExit], now_s: float
 
 def _save_what_is_left(state: MembershipState, diagnosis: Diagnosis, why: str, now_s: float) -> MembershipState:
     """Before the job ends, what survivors hold becomes a checkpoint: a generation is started that does no more."""
-    reason = "the end of the job" if state.stopped_by is None else _signal_name(state.stopped_by)
+    reason = "the end of the job" if state.stopped_by is None else signal_name(state.stopped_by)
     state = next_generation(state, now_s, 0.0, f"{why}; saving the last finished step before the job ends")
     return replace(state, plan=replace(state.plan, save_only=reason), held_back=diagnosis)
 
@@ -448,17 +448,13 @@ def _node_range(limits: ElasticLimits) -> str:
 
 
 def _why_stopped(report: NodeReport, limits: ElasticLimits) -> str:
-    name = "Ctrl-C" if report.stopped_by == signal.SIGINT else _signal_name(report.stopped_by)
+    name = "Ctrl-C" if report.stopped_by == signal.SIGINT else signal_name(report.stopped_by)
     return name if limits.max_nodes == 1 else f"{name} on {report.host}"
 
 
 def _back_off_s(changes: int) -> float:
     first_s, longest_s = _BACK_OFF_S
     return min(longest_s, first_s * 2.0**changes)
-
-
-def _signal_name(signum: int) -> str:
-    return signal.Signals(signum).name
 
 
 def _short(host: str) -> str:

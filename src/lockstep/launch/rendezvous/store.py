@@ -16,55 +16,43 @@ class RendezvousStore(Protocol):
     @property
     def is_coordinator(self) -> bool:
         """Whether this agent decides for all."""
-        ...
 
     @property
     def coordinator(self) -> str:
         """The id of the node that decides; it changes when a new agent takes the store over."""
-        ...
 
     def report(self, report: NodeReport, endings: Sequence[RankExit]) -> None:
         """Set what this node reports from now on; ``endings`` once all ranks of ``report.generation`` have ended."""
-        ...
 
     def beat(self) -> None:
         """The agent's loop goes on. A node whose loop does not call this is silent for the others."""
-        ...
 
     def nodes(self) -> Sequence[NodeView]:
         """All nodes that ever joined, in the order of their joining. For the coordinator only."""
-        ...
 
     def publish(self, plan: Plan, notices: Sequence[Notice]) -> None:
         """Set what all nodes do from now on, and all that was ever announced. For the coordinator only."""
-        ...
 
     def plan(self) -> Plan:
         """What to do, as far as it is known here."""
-        ...
 
     def notices(self) -> Sequence[Notice]:
         """All that the coordinator has announced: at least what belongs to the `plan` that was read before."""
-        ...
 
     def places(self) -> Mapping[str, str]:
         """Where ranks of the other members of the generation are that make no progress, by the name of their host.
 
         Other nodes are asked for it while this node's own report says it.
         """
-        ...
 
     def refused(self) -> Sequence[str]:
         """What nodes said that could not take part, in one line each. For the coordinator only; anybody may say so."""
-        ...
 
     def silent_s(self) -> float:
         """For how many seconds the coordinator has not been heard."""
-        ...
 
     def close(self) -> None:
         """Report nothing more."""
-        ...
 
 
 class LocalStore(RendezvousStore):

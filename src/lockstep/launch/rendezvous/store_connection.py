@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
 from lockstep.errors import LaunchError, SettingError
-from lockstep.launch.host.timed_calls import StoppedWaiting, TaskThread
+from lockstep.launch.host.timed_calls import StoppedWaiting, TaskThread, done_within
 from lockstep.launch.rendezvous.endpoint import Endpoint
 from lockstep.launch.rendezvous.job_contract import JobContract, Signature, version_in
 from lockstep.network_interface import far_address
@@ -101,10 +101,10 @@ def ask_store(endpoint: Endpoint, ask: Callable[[ConnectedStore], T], stopped: C
     asked = thread.start(lambda: ask(open_store(endpoint)))
     thread.close()
     end_s = float("inf")
-    while not asked.wait(_TICK_S):
+    while not done_within(asked, _TICK_S):
         if stopped():
             raise StoppedWaiting
-        if end_s == float("inf") and loaded.wait(0.0):
+        if end_s == float("inf") and loaded.done():
             end_s = time.monotonic() + _CONNECT_S + _ANSWER_S
         if time.monotonic() > end_s:
             raise TimeoutError(f"what listens at {endpoint} does not answer")

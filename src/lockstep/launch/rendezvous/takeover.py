@@ -151,9 +151,6 @@ class LeaseFollower(Takeover):
                 return NewCoordinator(newest, self._listening if newest.node_id == self._node_id else None)
         return "go on"
 
-    def leave(self) -> None:
-        """Do nothing: the coordinator knows it from the report."""
-
 
 def living_holder(
     read: Callable[[], Lease | None], times: NodeTimeouts, sleep: Callable[[float], None]

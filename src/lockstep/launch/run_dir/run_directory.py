@@ -24,7 +24,7 @@ from lockstep.launch.job.program import check_program
 from lockstep.launch.job.request import Executable, Request, Script, StartMethod, with_option
 from lockstep.launch.schedulers.scheduler import Allocation
 from lockstep.launch.terminal.console import say
-from lockstep.launch_contract import RUN_FILE
+from lockstep.launch_contract import LOCK_FILE, RUN_FILE
 from lockstep.project_files import resolve_settings
 from lockstep.provenance import settings_record, surroundings
 from lockstep.report import about_run, change_about_run, newest_run
@@ -32,7 +32,6 @@ from lockstep.settings import OPTIONS_VARIABLE, check_variables, options_given
 from lockstep.small_files import unused_path
 from lockstep.world import World
 
-_LOCK = ".lock"
 _RUNS = Path("runs")
 _NO_SCHEDULER = Allocation()
 _FILES_OF_RANK = 48  # 25 were counted in a rank of two that loads nothing from files
@@ -291,7 +290,7 @@ def _is_of_settling(path: Path) -> bool:
     """Whether `settle` makes ``path`` before it writes `RUN_FILE`: a launcher may be killed between both."""
     if path.name == "logs":
         return path.is_dir() and not any(path.iterdir())
-    return path.name == _LOCK or (path.name.startswith(".") and RUN_FILE in path.name)
+    return path.name == LOCK_FILE or (path.name.startswith(".") and RUN_FILE in path.name)
 
 
 def note_refused(job: Job) -> None:
@@ -411,17 +410,6 @@ def _generations(run_dir: Path) -> list[object]:
     return list((about_run(run_dir) or {"generations": []})["generations"])
 
 
-def is_in_use(run_dir: Path) -> bool:
-    """Whether a launcher works in ``run_dir``, or what it has started still ends there."""
-    if not (run_dir / _LOCK).exists():
-        return False
-    try:
-        _locked(run_dir).close()
-    except SettingError:
-        return True
-    return False
-
-
 def lock_if_free(run_dir: Path) -> contextlib.AbstractContextManager[object]:
     """A lock on ``run_dir`` as `settle` gives; where a launcher on a lost host still holds it, none."""
     try:
@@ -432,7 +420,7 @@ def lock_if_free(run_dir: Path) -> contextlib.AbstractContextManager[object]:
 
 def _locked(run_dir: Path) -> TextIO:
     """A lock on ``run_dir`` that the kernel releases when this process ends, in whatever way."""
-    lock = (run_dir / _LOCK).open("a")
+    lock = (run_dir / LOCK_FILE).open("a")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

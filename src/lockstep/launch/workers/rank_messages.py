@@ -28,6 +28,7 @@ from lockstep.launch.run_dir.owned_directory import (
     remove_owned_directory,
 )
 from lockstep.launch_contract import LOST_ADDRESSES, PRIVATE, RANK_FILES, STOP_REASON
+from lockstep.small_files import replace_text
 
 _MESSAGE_BYTES = 1 << 16
 #: The longest path that a socket may have on Linux, and how much of it multiprocessing and this module need below the
@@ -71,10 +72,8 @@ class RankChannel:
         text = "".join(f"{address}\n" for address in sorted(addresses))
         if text != self._lost:
             self._lost = text
-            new = self._home / f"new-{LOST_ADDRESSES}"
             with contextlib.suppress(OSError):
-                new.write_text(text, encoding="ascii")
-                new.rename(self._home / LOST_ADDRESSES)
+                replace_text(self._home / LOST_ADDRESSES, text)
 
     def receive(self) -> tuple[list[Heartbeat], list[Failure]]:
         """The heartbeats that have come since the last call, and why ranks said that they fail. Does not wait.

@@ -17,7 +17,6 @@ class LogsValues(Protocol):
 
     def log(self, values: dict[str, float], step: int) -> object:
         """Take ``values``, among them ``epoch``, measured after ``step`` steps. Called from a thread of its own."""
-        ...
 
 
 class Tracker(Protocol):
@@ -28,11 +27,9 @@ class Tracker(Protocol):
 
     def write(self, row: Row) -> None:
         """Store one more row; it is stored when this returns."""
-        ...
 
     def close(self) -> None:
         """The run has ended, as far as this process knows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

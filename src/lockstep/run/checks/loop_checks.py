@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lockstep.collectives import local_part
 from lockstep.errors import UsageError
+from lockstep.formatting import some_of
 from lockstep.nested import map_leaves
 from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.state.registered import State
@@ -133,11 +134,11 @@ class LoopChecks:
         if self._checksums_before is None:
             return
         now = self._checksums()
-        odd = [p for p, value in self._checksums_before.items() if now.get(p) != value]  # or it was replaced
+        # One that is not there any more was replaced.
+        odd = [self._state.name_of(p) for p, value in self._checksums_before.items() if now.get(p) != value]
         if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise UsageError(
-                f"{self._state.name_of(odd[0])}{more} changed in the loop's body on micro-batch {index} of {of} of a "
+                f"{some_of(odd, 1)} changed in the loop's body on micro-batch {index} of {of} of a "
                 f"step, so the result would depend on the number of ranks: {_ONCE}. A weight that forward() limits or "
                 "derives is a parametrization (torch.nn.utils.parametrize) before run.model(...), and what forward() "
                 "moves by itself, such as a codebook, must be a buffer (register_buffer). A weight that the first "

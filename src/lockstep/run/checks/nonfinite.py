@@ -9,7 +9,7 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Final, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import NonFiniteError
+from lockstep.formatting import some_of
 from lockstep.run.batches.pinned_copy import PinnedCopy
 from lockstep.strategies import as_real, has_gradient
 from lockstep.torch_private import foreach_norm
@@ -108,12 +109,10 @@ class NonFiniteChecks:
             if not (gradient.coalesce().values() if gradient.is_sparse else gradient).isfinite().all():
                 self._found("gradient", f"the gradient of {name_of(parameter)} is not finite {where}")
 
-        hooks = [p.register_hook(partial(look, p)) for p in parameters]
-        try:
+        with ExitStack() as hooks:
+            for parameter in parameters:
+                hooks.callback(parameter.register_hook(partial(look, parameter)).remove)
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def gradients(self, parameters: Sequence[nn.Parameter], name_of: Callable[[nn.Parameter], str], step: int) -> None:
         """Check this rank's part of the summed gradient of the step after ``step`` steps.
@@ -137,8 +136,7 @@ class NonFiniteChecks:
             return
         odd = [name_of(p) for p in parameters if (v := has_gradient(p)) is not None and not v.isfinite().all()]
         if odd:
-            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            self._found("gradient", f"the gradient of {', '.join(odd[:3])}{more} is not finite {where}")
+            self._found("gradient", f"the gradient of {some_of(odd, 3)} is not finite {where}")
 
     def loss_scale(self, scale: float, step: int) -> None:
         """Check the loss scale in fp16, after a step that was skipped.

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped, some_of
 from lockstep.heartbeat import is_users
 
 #: A file, wherever ranks run: its path, and its number in the file system. Where it was opened.
@@ -79,20 +79,16 @@ def written_by_several(by_rank: Sequence[Mapping[tuple[str, int], str]], told: s
 
     "" for none. The lines are added to ``told``.
     """
-    ranks: dict[tuple[str, int], list[int]] = {}
-    for rank, written in enumerate(by_rank):
-        for file in written:
-            ranks.setdefault(file, []).append(rank)
+    ranks = grouped((file, rank) for rank, written in enumerate(by_rank) for file in written)
     found = {by_rank[some[0]][file]: (file[0], some) for file, some in ranks.items() if len(some) > 1}
     new = {place: each for place, each in found.items() if place not in told}
     if not new:
         return ""
     told.update(new)
     named = [f"{path} ({place})" for place, (path, _) in new.items()]
-    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
     writers = format_ranks({rank for _, some in new.values() for rank in some})
     return (
-        f"{writers} have opened {', '.join(named[:_MOST_NAMED])}{more} for writing: each writes all of it, so lines "
+        f"{writers} have opened {some_of(named, _MOST_NAMED)} for writing: each writes all of it, so lines "
         "stand there several times, or a rank overwrites what another one has written. Write `if run.leads:` around "
         "it, for what is the same on all ranks; or a file of each rank, with run.rank in its name"
     )

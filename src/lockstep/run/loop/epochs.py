@@ -14,11 +14,12 @@ between passes are undone when the script comes to the pass that was open.
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from lockstep.checkpoint import SavedTree, StateTree
 from lockstep.data import ShardsFound
@@ -203,12 +204,9 @@ class Passes:
 
 def call_site(up_to: CodeType | None) -> str:
     """The script's line that calls the method of `Run` calling `call_site`, and its callers' lines up to ``up_to``."""
-    frame = sys._getframe(2)
     lines = []
-    place: Any = frame
-    while place is not None:
-        lines.append(f"{Path(place.f_code.co_filename).name}:{place.f_lineno}")
-        if place.f_code is up_to:
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
+        lines.append(f"{Path(frame.f_code.co_filename).name}:{line}")
+        if frame.f_code is up_to:
             return " < ".join(lines)
-        place = place.f_back
     return lines[0]

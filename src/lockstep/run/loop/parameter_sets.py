@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.collectives import Group
 from lockstep.errors import MismatchError, UsageError
-from lockstep.formatting import plural
+from lockstep.formatting import plural, some_of
 from lockstep.run.checks.divergence import checksum
 from lockstep.run.state.registered import State
 from lockstep.strategies import ParameterSet, Strategy, parameters_of
@@ -160,7 +160,7 @@ class ParameterSets:
             if odd:
                 raise MismatchError(
                     f"the trainable parameters have changed before step {step + 1}, and not in the same way on all "
-                    f"ranks: {odd[0]}{f' and {len(odd) - 1} more' if len(odd) > 1 else ''} of rank {rank} differ from "
+                    f"ranks: {some_of(odd, 1)} of rank {rank} differ from "
                     f"those of rank {self._group.rank}. Freeze, unfreeze and add the same on all ranks, and make new "
                     "parameters outside of the loop over micro-batches, where all ranks draw the same random numbers. "
                     "What decides about it is the same on all ranks if it comes from run.metrics, or from run.sum(...)"

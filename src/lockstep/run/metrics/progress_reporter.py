@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from lockstep.collectives import Group
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.launch_contract import STATUS
 from lockstep.memory_use import MemoryUse, host_memory
 from lockstep.progress import Progress
@@ -191,12 +191,9 @@ class RankWarnings:
     def say_all(self) -> None:
         """Print the other ranks' warnings on the leader, each text once. Collective."""
         waiting, self._waiting = self._waiting, []
-        by_text: dict[tuple[str, str, bool], list[int]] = {}
         files = {} if self._files is None else self._files.take()
         found = self._group.gather_objects((waiting, files), "warnings")
-        for rank, (texts, _) in enumerate(found):
-            for each in texts:
-                by_text.setdefault(each, []).append(rank)
+        by_text = grouped((each, rank) for rank, (texts, _) in enumerate(found) for each in texts)
         for (text, about, spoils), ranks in by_text.items():
             if spoils:
                 self._protect()  # on the leader, too, which removes older checkpoints; no save came in between

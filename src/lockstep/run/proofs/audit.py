@@ -23,7 +23,7 @@ import torch
 
 from lockstep.collectives import local_part
 from lockstep.errors import AuditError, MismatchError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.run.checks.divergence import checksums, tensors_in
 from lockstep.run.proofs.replay import Digest, Notes, Played, ReplayError, first_difference, place_of
 from lockstep.run.setup.run_context import RunContext
@@ -108,10 +108,7 @@ class Audit:
 
     def _verdicts(self) -> dict[int, Verdict]:
         told = self._group.gather_objects([play.digest() for play in self._plays], _PLAYS)
-        by_place: dict[int, list[tuple[int, Digest]]] = {}
-        for rank, digests in enumerate(told):
-            for digest in digests:
-                by_place.setdefault(digest.place, []).append((rank, digest))
+        by_place = grouped((digest.place, (rank, digest)) for rank, digests in enumerate(told) for digest in digests)
         found = {place: judged(plays) for place, plays in sorted(by_place.items())}
         return {place: verdict for place, verdict in found.items() if verdict is not None}
 

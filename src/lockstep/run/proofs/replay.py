@@ -34,6 +34,7 @@ from lockstep.batch import BatchPlan, MicroBatchPosition, StepCheck
 from lockstep.collectives import Group, local_part
 from lockstep.data import AuditedSteps, CheckedSteps
 from lockstep.errors import UsageError
+from lockstep.formatting import some_of
 from lockstep.run.checks.divergence import checksum, numbers
 from lockstep.run.inputs.shared_inputs import SharedInputs
 from lockstep.run.setup.kernels import nodes_of
@@ -158,8 +159,7 @@ class ReplayError(UsageError):
                 "number of ranks. Leave run.world_size out of what is computed: a loss is the mean over its "
                 "micro-batch, and Lockstep weighs it by that on any number of ranks"
             )
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        listed = f"{', '.join(names[:5])}{more}"
+        listed = some_of(names, 5)
         purpose = (
             "If the body has such an effect on purpose, as where it steps an environment, Run(replay=False) leaves "
             "this check out, and nothing then finds a body that depends on the number of ranks"
@@ -291,21 +291,17 @@ class Replays:
         assert play is not None
         play.note(f"the loss{play.which}", loss)
         names = {id(p): name for model in self._state.models for name, p in model.named_parameters()}
-        handles = []
-        for number, node in enumerate(_leaves(loss)):
-            name = f"{_GRADIENT}{names.get(id(node.variable), f'parameter {number}')}{play.which}"
+        with contextlib.ExitStack() as hooks:
+            for number, node in enumerate(_leaves(loss)):
+                name = f"{_GRADIENT}{names.get(id(node.variable), f'parameter {number}')}{play.which}"
 
-            def note(gradients: Sequence[torch.Tensor | None], name: str = name) -> None:
-                for gradient in gradients:
-                    if gradient is not None:
-                        play.note(name, gradient)
+                def note(gradients: Sequence[torch.Tensor | None], name: str = name) -> None:
+                    for gradient in gradients:
+                        if gradient is not None:
+                            play.note(name, gradient)
 
-            handles.append(node.register_prehook(note))
-        try:
+                hooks.callback(node.register_prehook(note).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def note_buffers(self) -> None:
         """Remember the buffers, after the losses of the micro-batch."""

@@ -37,7 +37,7 @@ from lockstep.checkpoint import StateTree
 from lockstep.collectives import TensorShard
 from lockstep.data import Data, checksum
 from lockstep.errors import CheckpointError, MismatchError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, some_of
 from lockstep.provenance import cpu_model
 from lockstep.run.checks.divergence import plain_in, schedulers_in, tensors_in
 from lockstep.run.proofs.script_state import Lost, lost, plain_values, script_state, without
@@ -265,9 +265,7 @@ class ResumeProof:
         }
         if expected is not None and expected.get("pass") in (None, place):
             of_script = lost(expected.get("script", {}), found["script"], parts[0]["script after"])
-            more = len(of_script.plain) - _MOST_LISTED
-            listed = ", ".join(of_script.plain[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
-            self._refuse(_first_difference(expected, found, of_script), listed)
+            self._refuse(_first_difference(expected, found, of_script), some_of(of_script.plain, _MOST_LISTED))
         if saved is not None:
             if self._context.share.in_step:
                 _require_alike([part["options"] | part["options after"] for part in parts], saved + 1)

@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
@@ -36,14 +36,6 @@ _DEPTH: Final = 3  # of lists within lists
 _IMMUTABLE: Final = frozenset({float, int, bool, str, bytes, type(None)})
 
 
-class TakesMarks(Protocol):
-    """A function whose value differs once the script has changed its state."""
-
-    def __call__(self, *, afresh: bool = False) -> object:
-        """The present value; ``afresh``: without remembered places of the values."""
-        ...
-
-
 def _no_marks(*, afresh: bool = False) -> object:
     return None
 
@@ -54,13 +46,14 @@ class ResumePoint:
     Args:
         tree: gives this rank's present state of the run; asks no other rank. None: no state will be asked for.
         marks: gives a value that differs once the script has changed the state; cheap, since called in each step.
+            With ``afresh=True`` without remembered places of the values.
         optimizers: those of the run, with the ones that will be added.
     """
 
     def __init__(
         self,
         tree: Callable[[], StateTree] | None,
-        marks: TakesMarks = _no_marks,
+        marks: Callable[..., object] = _no_marks,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self._tree: Final = tree

@@ -10,6 +10,7 @@ from typing import Final
 
 from lockstep.checkpoint import Checkpoints, SavedTree, StateTree
 from lockstep.errors import CheckpointError, UsageError
+from lockstep.formatting import some_of
 from lockstep.launch_contract import FRESH, RESUME, RESUME_FROM, SAVE_ONLY
 from lockstep.run.checks.script_options import ScriptOptions
 from lockstep.run.inputs.training_inputs import require_no_ranks
@@ -197,7 +198,7 @@ class TrainingStart:
             self._context.reporter.say(text)
         if changed:
             self._context.reporter.say(
-                f"{', '.join(changed[:3])}{f' and {len(changed) - 3} more' if len(changed) > 3 else ''} "
+                f"{some_of(changed, 3)} "
                 "learned or was in training mode, or not, when the checkpoint was saved, and the script has it "
                 "otherwise: the checkpoint holds"
             )

@@ -15,7 +15,7 @@ import torch
 from lockstep.batch import BatchPlan
 from lockstep.checkpoint import Checkpoints
 from lockstep.collectives import Group, open_group
-from lockstep.cpu_affinity import allotted_cpus, usable_cpus
+from lockstep.cpu_affinity import allotted_cpus
 from lockstep.errors import SettingError, UsageError
 from lockstep.formatting import plural
 from lockstep.heartbeat import ProgressMarker, progress_marker
@@ -249,12 +249,7 @@ def _refuse_child_import() -> None:
 
 def cpus_of_this_rank() -> int:
     """The number of CPUs for this rank, of those that the job may use on this node."""
-    cpu_max = Path("/sys/fs/cgroup/cpu.max")
-    return allotted_cpus(
-        os.environ,
-        affinity=len(usable_cpus()),
-        cpu_max=cpu_max.read_text() if cpu_max.exists() else "max",
-    )
+    return allotted_cpus(os.environ)
 
 
 def _open_strategy(spec: str, context: StrategyContext, *, mirror: bool) -> Strategy:

@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Final
 
 import torch
@@ -215,21 +215,13 @@ class Shutdown:
 
 def method_of(error: BaseException, models: Sequence[nn.Module]) -> str:
     """The outermost method of one of ``models`` in the traceback, such as ``VAE.decode``; "" for a forward pass."""
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_name
-        if name in _CALLS and isinstance(trace.tb_frame.f_locals.get("self"), nn.Module):
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        if frame.f_code.co_name in _CALLS and isinstance(owner, nn.Module):
             return ""  # further frames are within a forward pass, such as a hook
-        model = _model_of(trace.tb_frame, models)
-        if model is not None:
-            return trace.tb_frame.f_code.co_qualname.replace("<locals>.", "")
-        trace = trace.tb_next
+        if any(model is owner for model in models):
+            return frame.f_code.co_qualname.replace("<locals>.", "")
     return ""
-
-
-def _model_of(frame: FrameType, models: Sequence[nn.Module]) -> nn.Module | None:
-    owner = frame.f_locals.get("self")
-    return next((model for model in models if model is owner), None)
 
 
 def write_torchelastic_error(error: BaseException, env: Mapping[str, str], now_s: float | None = None) -> None:

@@ -21,6 +21,7 @@ import operator
 import os
 import random
 import sys
+import traceback
 import warnings
 import zlib
 from argparse import Namespace
@@ -228,10 +229,7 @@ def root_of(frame: FrameType, name: str, roots: Mapping[str, object]) -> str:
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:
     """The frames of the script's functions that are running, from ``frame`` outward."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
     own = own_lines([each.f_code.co_filename for each in reversed(frames)])
     scripts = [frames[-1 - index] for index in reversed(own)]
     # What runs the script is not the script.

@@ -385,12 +385,8 @@ class BesideModules:
         Raises:
             UsageError: if a module is called there whose buffers differ between ranks.
         """
-        hook = register_module_forward_pre_hook(self._refuse) if self._moved and ranks > 1 else None
-        try:
+        with register_module_forward_pre_hook(self._refuse) if self._moved and ranks > 1 else contextlib.nullcontext():
             yield
-        finally:
-            if hook is not None:
-                hook.remove()
 
     @contextlib.contextmanager
     def noting(self, called: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -412,11 +408,8 @@ class BesideModules:
             own = ((name, tensor) for name, tensor in held if is_plain(tensor) and not is_transformed(tensor))
             called.update((f"{whose}.{name}", checksum(tensor)) for name, tensor in own)
 
-        hook = register_module_forward_pre_hook(note)
-        try:
+        with register_module_forward_pre_hook(note):
             yield
-        finally:
-            hook.remove()
 
     def _known(self) -> set[nn.Module]:
         kept = (value for value in self._kept.values() if isinstance(value, nn.Module))

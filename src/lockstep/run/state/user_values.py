@@ -26,11 +26,9 @@ class Stateful(Protocol):
 
     def state_dict(self) -> object:
         """The state to be saved."""
-        ...
 
     def load_state_dict(self, state: Any, /) -> object:
         """Restore the saved state."""
-        ...
 
 
 class PlainValue:

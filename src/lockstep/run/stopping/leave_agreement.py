@@ -14,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from lockstep.collectives import Group, KeyValueStore
 from lockstep.errors import LockstepError, MismatchError, UsageError
-from lockstep.formatting import format_ranks
+from lockstep.formatting import format_ranks, grouped
 from lockstep.heartbeat import find_user_frame, is_users
 from lockstep.memory_use import text_of
 
@@ -167,11 +168,9 @@ def _sleeps(task: int) -> bool:
 
 def _user_line(error: BaseException | None) -> str:
     """The user's line that has raised ``error``, or is running now, as FILE:LINE."""
-    lines, trace = [], None if error is None else error.__traceback__
-    while trace is not None:
-        if is_users(trace.tb_frame.f_code.co_filename):
-            lines.append(f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}")
-        trace = trace.tb_next
+    trace = traceback.walk_tb(None if error is None else error.__traceback__)
+    places = ((frame.f_code.co_filename, line) for frame, line in trace)
+    lines = [f"{Path(file).name}:{line}" for file, line in places if is_users(file)]
     return lines[-1] if lines else find_user_frame(sys._getframe())[0].short
 
 
@@ -184,9 +183,7 @@ def _parted(leaves: list[Leave]) -> str:
     """The text about ranks that did different things; "" if all did the same after the same step."""
     if len({(leave.did, leave.step) for leave in leaves}) == 1:
         return ""
-    ranks: dict[Leave, list[int]] = {}
-    for rank, leave in enumerate(leaves):
-        ranks.setdefault(leave, []).append(rank)
+    ranks = grouped((leave, rank) for rank, leave in enumerate(leaves))
     said = []
     for leave, those in sorted(ranks.items(), key=lambda one: (one[0].did == _WENT_ON, one[0].step, one[1])):
         said.append(f"{format_ranks(those)} {_told(leave)}")

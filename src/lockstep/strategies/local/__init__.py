@@ -3,8 +3,7 @@
 `local_sgd`              the strategy ``local-sgd``: the mean of the parameters, every ``period`` steps
 `diloco`                 the strategy ``diloco``: an outer optimizer steps along that mean
 `local_steps`            steps between averages, of both: the strategy ``none`` on a rank's own micro-batches
-`model_averaging`        models that differ between ranks, and their mean
-`optimizer_averaging`    the mean of optimizer states, and each rank's differences from it
+`model_averaging`        models and optimizers that differ between ranks: their mean, each rank's differences
 `averaging`              sums and means over ranks
 `flat_ranges`            tensors end to end, cut into even ranges
 """

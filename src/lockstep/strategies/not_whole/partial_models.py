@@ -80,6 +80,10 @@ def _mark(
     module.register_state_dict_post_hook(replace)
 
 
+def _refuse(tensor: AbsentTensor | PartialTensor, *_args: object, **_kwargs: object) -> NoReturn:
+    raise UsageError(tensor._what)
+
+
 class AbsentTensor(torch.Tensor):
     """A tensor with shape and type, but no element on this rank, which can be neither read nor written to a file."""
 
@@ -93,23 +97,7 @@ class AbsentTensor(torch.Tensor):
         absent._what = half_a_model(name, strategy)
         return absent
 
-    def cpu(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not possible."""
-        raise UsageError(self._what)
-
-    def item(self) -> NoReturn:
-        """Not possible."""
-        raise UsageError(self._what)
-
-    def __bool__(self) -> NoReturn:
-        raise UsageError(self._what)
-
-    def numpy(self, *args: object, **kwargs: object) -> NoReturn:
-        """Not possible."""
-        raise UsageError(self._what)
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise UsageError(self._what)
+    cpu = item = numpy = __bool__ = __reduce_ex__ = _refuse
 
 
 class PartialTensor(torch.Tensor):
@@ -127,15 +115,11 @@ class PartialTensor(torch.Tensor):
         partial._what = half_a_model(name, strategy)
         return partial
 
-    def data_ptr(self) -> NoReturn:
-        """Refused, since safetensors would write only this rank's part."""
-        raise UsageError(self._what)
+    # By the address, safetensors would write only this rank's part.
+    data_ptr = __reduce_ex__ = _refuse
 
     def __deepcopy__(self, _memo: object) -> torch.Tensor:
         return self.detach().clone()
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise UsageError(self._what)
 
 
 class PickleGuard:

@@ -1,7 +1,6 @@
 """Workers that ask servers: ``parameter-server`` and ``hybrid``, on messages between ranks and on collectives.
 
-`parameter_server`          the strategy ``parameter-server``, and its synchronous mode
-`async_parameter_server`    its asynchronous mode
+`parameter_server`          the strategy ``parameter-server``: its synchronous and its asynchronous mode
 `served_strategy`           what all of them share: who serves, and what workers and servers say to each other
 `served_parameters`         which server owns which parameter, and how others get its values
 `hybrid`                    the strategy ``hybrid``: embeddings on servers, the rest among the workers

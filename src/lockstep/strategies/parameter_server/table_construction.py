@@ -160,11 +160,8 @@ def construct(make: Callable[[], nn.Module], division: RowDivision, group: Group
             table = TablePart(tuple(parameter.shape), _Rows(part, here, rows_of, group))
             return nn.Parameter(table, parameter.requires_grad)
 
-        hook = register_module_parameter_registration_hook(divide)  # type: ignore[arg-type]
-        try:
+        with register_module_parameter_registration_hook(divide):  # type: ignore[arg-type]
             return make()
-        finally:
-            hook.remove()
 
 
 def whole_table(table: TablePart, group: Group) -> torch.Tensor:

@@ -6,8 +6,9 @@ depends on the number of ranks, and is equal, bit for bit, in each training with
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import nn
@@ -16,13 +17,16 @@ from lockstep.collectives import Group, NativeAllReduce, RankOrderAllReduce
 from lockstep.strategies.strategy import StateDict
 
 
-class Compression(Protocol):
-    """How the gradients of each step are summed over ranks, bucket by bucket."""
+class Compression(ABC):
+    """How the gradients of each step are summed over ranks, bucket by bucket.
 
-    def setup_model(self, model: nn.Module) -> None:
+    What is not overridden is that of compressions which accept any model, leave no gradient unsent and open nothing.
+    """
+
+    def setup_model(self, model: nn.Module) -> None:  # noqa: B027 - most accept any
         """Prepare for the gradients of ``model``. Collective, with equal models in the same order."""
-        ...
 
+    @abstractmethod
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Begin the sum of this rank's gradients of some parameters.
 
@@ -33,23 +37,20 @@ class Compression(Protocol):
 
         Collective, for the same parameters in the same order.
         """
-        ...
 
+    @abstractmethod
     def finish(self) -> None:
         """Wait for every begun sum, over all gradients of each model, with equal bits on all ranks. Collective."""
-        ...
 
     def state_dict(self) -> StateDict:
         """The state that the next steps depend on. Collective."""
-        ...
+        return {}
 
-    def load_state_dict(self, state: StateDict) -> None:
+    def load_state_dict(self, state: StateDict) -> None:  # noqa: B027 - most have none
         """Load `state_dict`, in which every tensor is whole; empty: start over. Collective."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not all open any
         """End threads and connections; no sum is begun afterwards."""
-        ...
 
 
 class Uncompressed(Compression):
@@ -58,9 +59,6 @@ class Uncompressed(Compression):
     def __init__(self, group: Group) -> None:
         self._sums: Final = NativeAllReduce(group)
 
-    def setup_model(self, model: nn.Module) -> None:
-        """Do nothing: any model is accepted."""
-
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Begin torch's all-reduce of ``flat``."""
         self._sums.begin(flat)
@@ -68,16 +66,6 @@ class Uncompressed(Compression):
     def finish(self) -> None:
         """Wait for every sum that was begun."""
         self._sums.finish()
-
-    def state_dict(self) -> StateDict:
-        """An empty dict, since no gradient is left unsent."""
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Do nothing, since no state is saved."""
-
-    def close(self) -> None:
-        """Do nothing, since nothing is open."""
 
 
 class Cast(Compression):
@@ -94,9 +82,6 @@ class Cast(Compression):
         self._sums: Final = RankOrderAllReduce(group)
         self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []  # the target of each sum, and the sent tensor
 
-    def setup_model(self, model: nn.Module) -> None:
-        """Any model will do."""
-
     def begin(self, flat: torch.Tensor, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
         """Begin the sum of ``flat`` in the smaller type."""
         sent = flat.to(self._dtype) if flat.dtype.itemsize > self._dtype.itemsize else flat
@@ -110,13 +95,6 @@ class Cast(Compression):
         self._sums.finish()
         for flat, sent in begun:
             flat.copy_(sent)
-
-    def state_dict(self) -> StateDict:
-        """Nothing is left over."""
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Nothing to put back."""
 
     def close(self) -> None:
         """End the threads and connections."""

@@ -63,7 +63,6 @@ class SingleProcess(Strategy):
         self.repeats_bits = repeats_bits
         self.state_layout = ReplicatedLayout()
         self.state_part = StatePart(0, 1, self.state_layout)
-        self._group: Final = group
         self._exact: Final = exact
         self._buffers: Final = Buffers(open_all_reduce(group, runs), group)
         self._accumulators: dict[ParameterSet, TreeGradientAccumulator] = {}

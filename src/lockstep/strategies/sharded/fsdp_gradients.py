@@ -109,39 +109,24 @@ class Gradients(Protocol):
 
         Collective.
         """
-        ...
 
     def replay(
         self, loss: torch.Tensor, weight: torch.Tensor | None, target: ParameterSet, position: MicroBatchPosition
     ) -> None:
         """Compute and drop the gradients of a replayed micro-batch. Collective, as the gathering of blocks is."""
-        ...
 
     def discard_step(self) -> None:
         """Drop the gradients of the step."""
-        ...
 
 
-class ParameterUse(Protocol):
-    """Tracks the parameters that have a part in the losses of a step."""
+class ParameterUse:
+    """Which parameters have a part in the losses of a step: here all, so that none is tracked."""
 
     def before(self) -> None:
         """Called between the forward pass of a micro-batch and its backward pass."""
-        ...
 
     def after(self, position: MicroBatchPosition) -> None:
         """After the backward pass; after the last one, ``.grad`` of unused parameters is None. Collective then."""
-        ...
-
-
-class AllUsed(ParameterUse):
-    """Tracks no parameter, where every parameter must have a part in every loss."""
-
-    def before(self) -> None:
-        """Do nothing."""
-
-    def after(self, position: MicroBatchPosition) -> None:
-        """Do nothing."""
 
 
 class TrackedUse(ParameterUse):

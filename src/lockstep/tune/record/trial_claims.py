@@ -39,9 +39,7 @@ class TrialClaims:
         Raises:
             SettingError: on a file system without locks.
         """
-        with _Locked(self._file):
-            # A record that a crash has cut short is no claim: its number was not returned.
-            number = self.count()
+        with self.locked() as number:
             if number >= most:
                 return None
             self._write(number, worker)
@@ -52,7 +50,7 @@ class TrialClaims:
 
         ``before`` is what `owners` says, also where that is None.
         """
-        with _Locked(self._file):
+        with self.locked():
             if _owner_in(os.pread(self._file, _RECORD, number * _RECORD)) != before:
                 return False
             self._write(number, worker)
@@ -60,13 +58,20 @@ class TrialClaims:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Within, no trial is claimed; gives how many are.
+        """Within, no other process claims a trial, also until this one is killed; gives how many are claimed.
 
         Raises:
             SettingError: on a file system without locks.
         """
-        with _Locked(self._file):
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise lock_error(error) from error
+        try:
+            # A record that a crash has cut short is no claim: its number was not returned.
             yield self.count()
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def count(self) -> int:
         """How many trials are claimed."""
@@ -91,19 +96,3 @@ def _record(worker: int) -> bytes:
 
 def _owner_in(record: bytes) -> int | None:
     return int(record[:-1]) if _FORM.fullmatch(record) else None
-
-
-class _Locked:
-    """The lock on the file, which the kernel releases if its holder is killed."""
-
-    def __init__(self, file: int) -> None:
-        self._file: Final = file
-
-    def __enter__(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-        except OSError as error:
-            raise lock_error(error) from error
-
-    def __exit__(self, *_: object) -> None:
-        fcntl.flock(self._file, fcntl.LOCK_UN)

@@ -246,26 +246,8 @@ class Improvements:
             self._ended.append(entry)
 
     @property
-    def longest(self) -> int:
-        """Most trials that have ended in a row without an improvement."""
-        return self._newest().longest
-
-    @property
-    def since(self) -> int:
-        """How many trials have ended since the last improvement."""
-        return self._newest().since
-
-    @property
-    def best(self) -> Trial | None:
-        """The trial of the last improvement; None if there was none."""
-        return self._newest().best
-
-    @property
-    def before(self) -> Trial | None:
-        """The best trial before the last improvement; None if there was none."""
-        return self._newest().before
-
-    def _newest(self) -> _Step:
+    def newest(self) -> _Step:
+        """What is known after the last of them."""
         if self._unsorted:
             self._ended.sort(key=lambda entry: entry[:2])
             self._unsorted = False

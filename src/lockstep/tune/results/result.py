@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 from lockstep.errors import SettingError, UsageError
+from lockstep.formatting import grouped
 from lockstep.tune.record.journal import SEARCH_FILE, SearchRecord, read_search
 from lockstep.tune.record.trial import State, Trial
 from lockstep.tune.results.importance import Importance, importances
@@ -90,10 +91,7 @@ class SearchResult:
     @property
     def failures(self) -> tuple[Failure, ...]:
         """The reasons for which trials failed, the most frequent first."""
-        numbers: defaultdict[str, list[int]] = defaultdict(list)
-        for trial in self.trials:
-            if trial.state == "failed":
-                numbers[trial.reason].append(trial.number)
+        numbers = grouped((trial.reason, trial.number) for trial in self.trials if trial.state == "failed")
         return tuple(
             Failure(reason, tuple(those))
             for reason, those in sorted(numbers.items(), key=lambda item: (-len(item[1]), item[1]))

@@ -97,12 +97,12 @@ def improvement_lines(record: SearchRecord, now_s: float) -> list[str]:
     counted, any_gain = Improvements(least), Improvements()
     for improvements in (counted, any_gain):
         improvements.add(record.trials)
-    lines = []
-    if (best := any_gain.best) is not None and best.ended_at_s is not None:
-        before = "" if any_gain.before is None else f"from {_value(any_gain.before.loss)} "
-        ago, since = duration(max(now_s - best.ended_at_s, 0.0)), plural(any_gain.since, "trial")
+    lines, last = [], any_gain.newest
+    if (best := last.best) is not None and best.ended_at_s is not None:
+        before = "" if last.before is None else f"from {_value(last.before.loss)} "
+        ago, since = duration(max(now_s - best.ended_at_s, 0.0)), plural(last.since, "trial")
         lines.append(f"last improvement: trial {best.number}, {before}to {_value(best.loss)}, {ago} and {since} ago")
-    if patience is not None and counted.longest >= patience:
+    if patience is not None and counted.newest.longest >= patience:
         by = f" of more than {least:.3g} of the loss" if least else ""
         lines.append(f"ended: no improvement{by} in {plural(patience, 'trial')}")
     return lines

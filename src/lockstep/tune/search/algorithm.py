@@ -29,15 +29,12 @@ class Algorithm(Protocol):
 
     def observe(self, individuals: Sequence[Individual]) -> None:
         """These were evaluated or have immigrated since the last call; each comes once, in the order of learning."""
-        ...
 
     def forget(self, numbers: Sequence[int]) -> None:
         """These have emigrated or were replaced by immigrants: they breed no more."""
-        ...
 
     def propose(self, random: np.random.Generator) -> Proposal:
         """The next point to evaluate, from what is known; nothing known is not an error."""
-        ...
 
 
 @runtime_checkable
@@ -52,4 +49,3 @@ class InformedAlgorithm(Algorithm, Protocol):
             failed: what gave no loss on the island, in the order of learning.
             trained_s: how long all trials of the island that are known have taken, in seconds.
         """
-        ...

@@ -31,16 +31,13 @@ class Operator(Protocol):
     @property
     def takes(self) -> int | None:
         """How many individuals it needs; None: any number, from one on."""
-        ...
 
     @property
     def gives(self) -> int | None:
         """How many individuals it makes or selects; None: any number."""
-        ...
 
     def __call__(self, individuals: Sequence[Parent], random: np.random.Generator) -> Sequence[Parent]:
         """What comes out: of ``individuals``, or `Proposal`s that name those they come from."""
-        ...
 
 
 def origins(individuals: Sequence[Parent]) -> tuple[int, ...]:

@@ -25,18 +25,6 @@ ETA_CROSSOVER: Final = 20.0
 ETA_MUTATION: Final = 20.0
 
 
-def dominates(one: Individual, other: Individual) -> bool:
-    """Whether ``one`` is better in everything that counts.
-
-    It violates the constraints less; or as little, and it was trained longer; or as long, and none of its losses is
-    larger and one is smaller.
-    """
-    first, second = _before_losses(one), _before_losses(other)
-    if first != second:
-        return first < second
-    return dominates_losses(one.losses, other.losses)
-
-
 def dominates_losses(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     """Whether none of the losses ``one`` is larger than that of ``other``, and one is smaller."""
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
@@ -44,6 +32,9 @@ def dominates_losses(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 
 def fronts(individuals: Sequence[Individual]) -> list[list[int]]:
     """The indices of ``individuals``, front by front: those that nobody dominates, those only they dominate, ...
+
+    One dominates another if it violates the constraints less; or as little, and it was trained longer; or as long, and
+    none of its losses is larger and one is smaller.
 
     Cost: n² comparisons, in arrays; 2 ms for 200 individuals.
     """
@@ -138,7 +129,7 @@ class Nsga2:
 
     NSGA-II in the steady state, asynchronous: it breeds from what is known. The best ``population`` by front and
     crowding survive whenever there are twice as many; in between, new ones compete with them. Constraints count before
-    losses (`dominates`).
+    losses (`fronts`).
 
     Cost: 0.1 ms a proposal.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, overload
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from lockstep.tune.search.individual import Individual
 
@@ -26,21 +26,8 @@ def rank_of(individual: Individual) -> Rank:
     return not math.isfinite(loss), violation, -budget, loss
 
 
-class Ranked(Sequence[Individual]):
+class Ranked(list[Individual]):
     """Individuals from the best to the worst; those without a finite loss are left out. Not to be changed."""
-
-    def __init__(self, ordered: list[Individual]) -> None:
-        self._ordered = ordered
-
-    @overload
-    def __getitem__(self, index: int) -> Individual: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Individual]: ...
-    def __getitem__(self, index: Any) -> object:
-        return self._ordered[index]
-
-    def __len__(self) -> int:
-        return len(self._ordered)
 
 
 class Population:
@@ -53,7 +40,7 @@ class Population:
     def __init__(self) -> None:
         self._members: dict[int, Individual] = {}
         self._keys: list[tuple[Rank, int]] = []
-        self._ordered: list[Individual] = []
+        self._ordered = Ranked()
 
     def add(self, individuals: Iterable[Individual]) -> None:
         """Adds those that are not there yet."""
@@ -85,7 +72,7 @@ class Population:
     @property
     def ranked(self) -> Ranked:
         """From the best to the worst, without a copy: it changes with the population."""
-        return Ranked(self._ordered)
+        return self._ordered
 
     def __contains__(self, number: int) -> bool:
         return number in self._members

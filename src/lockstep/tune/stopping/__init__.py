@@ -5,7 +5,7 @@ surrogates     rules that compare a curve with another one, or with a forecast
 curves         the losses of a trial; the order of stopped and finished trials at equal budget
 """
 
-from lockstep.tune.stopping.curves import EndedCurves, OtherTrials, losses_at_equal_budget, order_at_equal_budget
+from lockstep.tune.stopping.curves import EndedCurves, OtherTrials, order_at_equal_budget
 from lockstep.tune.stopping.rules import (
     STOPPING_WORDS,
     AnyOf,
@@ -30,7 +30,6 @@ __all__ = [
     "StaticSurrogate",
     "StoppingRule",
     "SuccessiveHalving",
-    "losses_at_equal_budget",
     "make_stopping",
     "order_at_equal_budget",
 ]

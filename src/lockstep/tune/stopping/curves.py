@@ -6,9 +6,9 @@ import bisect
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias
 
 from lockstep.tune.record.trial import Trial
 
@@ -68,11 +68,7 @@ class OtherTrials(Sequence[Trial]):
     def _all(self) -> Sequence[Trial]:
         return self._load()
 
-    @overload
-    def __getitem__(self, index: int) -> Trial: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Trial]: ...
-    def __getitem__(self, index: Any) -> object:
+    def __getitem__(self, index: Any) -> Any:
         return self._all[index]
 
     def __len__(self) -> int:
@@ -132,26 +128,6 @@ def order_at_equal_budget(trials: Sequence[Trial]) -> tuple[Trial, ...]:
         order += sorted(here, key=lambda trial: (min(losses_of(trial)[:budget]), trial.number))
         order += ranked[place : place + 1]
     return tuple(order)
-
-
-def losses_at_equal_budget(trials: Sequence[Trial]) -> Mapping[int, float]:
-    """By number, a loss with which each trial of `order_at_equal_budget` may be compared; lower is better.
-
-    A finished one has its own. A stopped one has that of the last finished one that precedes it in the order, or of
-    the first one where it precedes all; without any finished one, its best loss within the shortest budget. So losses
-    never decrease along the order.
-    """
-    order = order_at_equal_budget(trials)
-    ranked = [trial.losses[0] for trial in order if not trial.is_cut_short]
-    if not ranked:
-        budget = min((len(trial.reports) for trial in order), default=0)
-        return {trial.number: min(losses_of(trial)[:budget]) for trial in order}
-    losses: dict[int, float] = {}
-    latest = ranked[0]
-    for trial in order:
-        latest = latest if trial.is_cut_short else trial.losses[0]
-        losses[trial.number] = latest
-    return losses
 
 
 def _place(trial: Trial, ranked: Sequence[Trial]) -> int:

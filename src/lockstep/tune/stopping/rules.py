@@ -212,4 +212,3 @@ class StoppingRule(Protocol):
             others: what is known of the other trials of the search, in any order: running, done, stopped and failed
                 ones. The answer does not depend on their order.
         """
-        ...

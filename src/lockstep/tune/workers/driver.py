@@ -38,13 +38,13 @@ from lockstep.launch import (
     check_program,
     die_with_parent,
     import_torch,
-    is_in_use,
     name_process,
     require_linux,
     watch,
 )
 from lockstep.launch_contract import ENDS_AT, EXIT_FAILED, EXIT_OK, EXIT_STOPPED, EXIT_USAGE, SEARCH, STOP_FILE
-from lockstep.report import is_notebooks
+from lockstep.report import ended, is_notebooks
+from lockstep.small_files import size_of
 from lockstep.tune.record.journal import FollowedSearch, SearchRecord, is_within_trial, journal_file
 from lockstep.tune.record.search_directory import Death, SearchDirectory, WorkerPlacement
 from lockstep.tune.results.live_views import choose_search_view, watch_search
@@ -217,7 +217,7 @@ class Driver:
             ).to_text(),
             **({} if spec.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)}),
         }
-        self._starts.setdefault(spec, []).append(_length(journal_file(self._directory.path, spec.number)))
+        self._starts.setdefault(spec, []).append(size_of(journal_file(self._directory.path, spec.number)))
         self._directory.worker(spec.number).parent.mkdir(parents=True, exist_ok=True)
         process = multiprocessing.get_context("fork").Process(
             target=_be_launcher, args=(self._request, spec, env, os.getpid()), name=f"worker {spec.number}"
@@ -237,7 +237,7 @@ class Driver:
         del self._processes[spec]
         code = process.exitcode or 0
         process.close()
-        written = _length(journal_file(self._directory.path, spec.number))
+        written = size_of(journal_file(self._directory.path, spec.number))
         is_gone = code < 0 or code == _NO_FORK_SERVER
         if is_gone and not self._stops.times and not _no_progress(self._starts[spec], written):
             self._view.line(f"worker {spec.number}: its launcher was killed; starting it again")
@@ -347,7 +347,7 @@ def _be_launcher(request: SearchRequest, spec: WorkerSpec, env: Mapping[str, str
     failure.unlink(missing_ok=True)
     code, why = EXIT_FAILED, ""
     until_s = time.monotonic() + _ENDING_S
-    while is_in_use(run_dir) and time.monotonic() < until_s:
+    while not ended(run_dir) and time.monotonic() < until_s:
         time.sleep(_LOOK_S)
     try:
         code, why = watch(
@@ -380,7 +380,7 @@ class _RestartRule:
 
     def __init__(self, directory: SearchDirectory, worker: int) -> None:
         self._directory, self._worker = directory, worker
-        self._written = _length(journal_file(directory.path, worker))
+        self._written = size_of(journal_file(directory.path, worker))
         self._in_vain = 0
 
     def after_failure(self, exits: Sequence[RankExit], generation: int) -> bool:
@@ -389,7 +389,7 @@ class _RestartRule:
         finished = self._directory.finished()
         if death.is_of_objective and finished is not None and finished["worker"] == self._worker:
             return False  # an error of what the script does after its search
-        before, self._written = self._written, _length(journal_file(self._directory.path, self._worker))
+        before, self._written = self._written, size_of(journal_file(self._directory.path, self._worker))
         if self._written > before:
             self._in_vain = 0
             return True
@@ -428,13 +428,6 @@ def _failure_of(directory: SearchDirectory, worker: int) -> str:
         return directory.worker(worker).with_suffix(".failure").read_text(encoding="utf-8")
     except OSError:
         return ""
-
-
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def watch_directory(run_dir: Path, stream: TextIO, *, once: bool) -> None:

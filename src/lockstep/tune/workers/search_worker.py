@@ -14,7 +14,7 @@ import heapq
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -133,7 +133,7 @@ class SearchWorker:
     def _improves_no_more(self) -> bool:
         """Whether no further trial begins, for too many have ended without an improvement."""
         patience = self._settings.patience
-        return patience is not None and self._improvements.longest >= patience
+        return patience is not None and self._improvements.newest.longest >= patience
 
     def next(self) -> TrialOrder | None:
         """The trial to evaluate now, which is recorded as begun; None if there is none for this worker."""
@@ -209,10 +209,6 @@ class SearchWorker:
             for move in self._breeding.plan_moves(order.number):
                 self._writer.append(_planned(move, at_s))
         self._remove_checkpoints(order.number)
-
-    def params(self, order: TrialOrder) -> Mapping[str, object]:
-        """The parameters with which the objective is called."""
-        return self._space.params(order.point)
 
     def close(self) -> None:
         """Flush the journal to the disk and let other processes write it."""

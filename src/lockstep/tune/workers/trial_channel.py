@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from typing_extensions import override
 
@@ -33,30 +33,18 @@ _POLL_S = (0.0002, 0.02)  # the first pause between two looks, and the longest
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 
 
-class TrialChannel(Protocol):
-    """The connection of a rank to the other ranks of its worker."""
+class TrialChannel:
+    """The connection of a rank to the other ranks of its worker; this one is for a worker with one rank."""
 
     def tell(self, text: str) -> str:
         """Return the leader's ``text`` on all ranks; the argument of other ranks is ignored. Collective."""
-        ...
+        return text
 
     def verdict(self, own: Outcome) -> Verdict:
         """How the ranks continue, from the outcomes of all. Collective; it also returns if others do not call it.
 
         A rank that failed waits a few seconds for the others.
         """
-        ...
-
-
-class SingleRankTrialChannel(TrialChannel):
-    """For a worker with one rank."""
-
-    @override
-    def tell(self, text: str) -> str:
-        return text
-
-    @override
-    def verdict(self, own: Outcome) -> Verdict:
         return "renew" if _is_bad(own) else "well"
 
 

@@ -21,7 +21,7 @@ from lockstep.trial_contract import CurrentTrial, evaluating
 from lockstep.tune.record.search_directory import Search
 from lockstep.tune.workers.outcome import Outcome
 from lockstep.tune.workers.search_worker import SearchWorker, TrialOrder
-from lockstep.tune.workers.trial_channel import SingleRankTrialChannel, StopSignals, StoreTrialChannel, TrialChannel
+from lockstep.tune.workers.trial_channel import StopSignals, StoreTrialChannel, TrialChannel
 from lockstep.world import World
 
 #: How often a run that the worker opens for an objective saves, unless a setting says otherwise.
@@ -178,7 +178,7 @@ def open_channel(world: World, *, by_driver: bool) -> Iterator[tuple[TrialChanne
     stops = StopSignals(by_driver=by_driver)
     with stops.listening():
         if world.size == 1:
-            yield SingleRankTrialChannel(), stops
+            yield TrialChannel(), stops
             return
         os.environ.update(world.rank_variables())
         store = open_store(world, f"search/{world.generation}", Settings().peer_timeout_s)
