@@ -831,8 +831,8 @@ MUTANTS = [
     ),
     mutant(
         "strategies/delegation.py",
-        "        begin_micro_batch,\n",
-        "        _begin_micro_batch,\n",
+        "    begin_micro_batch = _delegated()\n",
+        "",
         "tests/ranks/strategies/test_zero.py",
         STRATEGIES,
     ),

@@ -35,38 +35,37 @@ class DelegatingStrategy(Strategy):
     def delegate(self) -> Strategy:
         """The other strategy."""
 
-    (
-        assignment,
-        state_layout,
-        state_part,
-        update_share,
-        divides_construction,
-        can_update_trainable,
-        forward_is_collective,
-        repeats_step,
-        repeats_bits,
-        repeats_other_ranks,
-        construct,
-        make_stages,
-        plan_layers,
-        setup_model,
-        check_optimizer,
-        update_trainable,
-        resync,
-        begin_micro_batch,
-        begin_count,
-        backward,
-        normalize_by_count,
-        before_update,
-        before_optimizer_step,
-        end_micro_batch,
-        replay,
-        end_replay,
-        discard_step,
-        evaluating,
-        finish_training,
-        state_dict,
-        load_state_dict,
-        explain,
-        close,
-    ) = (_delegated() for _ in range(33))
+    assignment = _delegated()
+    state_layout = _delegated()
+    state_part = _delegated()
+    update_share = _delegated()
+    divides_construction = _delegated()
+    can_update_trainable = _delegated()
+    forward_is_collective = _delegated()
+    repeats_step = _delegated()
+    repeats_bits = _delegated()
+    repeats_other_ranks = _delegated()
+
+    construct = _delegated()
+    make_stages = _delegated()
+    plan_layers = _delegated()
+    setup_model = _delegated()
+    check_optimizer = _delegated()
+    update_trainable = _delegated()
+    resync = _delegated()
+    begin_micro_batch = _delegated()
+    begin_count = _delegated()
+    backward = _delegated()
+    normalize_by_count = _delegated()
+    before_update = _delegated()
+    before_optimizer_step = _delegated()
+    end_micro_batch = _delegated()
+    replay = _delegated()
+    end_replay = _delegated()
+    discard_step = _delegated()
+    evaluating = _delegated()
+    finish_training = _delegated()
+    state_dict = _delegated()
+    load_state_dict = _delegated()
+    explain = _delegated()
+    close = _delegated()
