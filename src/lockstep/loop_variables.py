@@ -127,6 +127,8 @@ def _loaded(nodes: Iterable[ast.AST | None]) -> set[str]:
     for node in nodes:
         if isinstance(node, ast.Name):
             found |= set() if isinstance(node.ctx, ast.Store) else {node.id}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            found |= free_names(node)
         elif node is not None:
             parts = getattr(node, "generators", ())  # of a comprehension, whose variables are its own
             found |= _loaded(ast.iter_child_nodes(node)) - stored(part.target for part in parts)

@@ -189,7 +189,7 @@ def _divided(divisor: float | None, node: Any, kind: str, samples: int) -> float
     other = saved_by(node, "other") if kind in ("Div", "Mul") else None
     if isinstance(other, torch.Tensor):
         # A tensor of a class of its own may ask other ranks for its value.
-        other = float(other) if type(other) is torch.Tensor and other.numel() == 1 else None
+        other = float(other.detach()) if type(other) is torch.Tensor and other.numel() == 1 else None
     if not other or (kind == "Mul" and round(1 / other, 6) % samples != 0):
         return divisor
     return (1.0 if divisor is None else divisor) * (other if kind == "Div" else 1 / other)

@@ -320,11 +320,15 @@ def goes_over_pass(context: Context, read: Read) -> bool:
 
 
 def yields_of_turn(context: Context) -> int:
-    """The line at which a generator gives what it makes of a micro-batch; 0 if there is none."""
+    """The line at which a generator gives what it makes of a micro-batch, not the micro-batch itself; 0 for none."""
     if is_of_all_ranks(context, context.reads.returned):
         return 0
     calls = [use for use in context.reads.uses if use.read is not None and gives_micro_batches(context, use.read)]
     loops = [loop for loop in context.reads.loops if any(use.line == loop.first for use in calls)]
+    items = {name for loop in loops for name in loop.items}
+    given = (read for read in context.reads.returned if not goes_over_pass(context, read))
+    if all(isinstance(read, Path) and read.root in items for read in given):
+        return 0
     bodies = [*((loop.first, loop.last) for loop in loops), *((use.line, use.line) for use in calls)]
     lines = (line for line in context.reads.yields if any(first <= line <= last for first, last in bodies))
     return next(lines, 0)

@@ -63,6 +63,7 @@ class _Item(NamedTuple):
 
 
 _STAYS: Final = Mark(0, "", "made once")  # equal on all ranks: then the values there must be
+_CHANGES: Final = Mark(0, "", "changes")  # the same, of a place's changes
 
 
 def _tells(mark: Mark) -> bool:
@@ -108,7 +109,9 @@ class SharedInputs:
         self._items: Final[dict[str, _Item]] = {}  # of containers that bodies fill
         self._watched: list[tuple[Place, str]] = []  # numbers and texts that steps may change
         self._newest: Final[dict[str, object]] = {}  # of these, after the last step
-        self._histories: Final[dict[str, tuple[str, int]]] = {}  # what is computed, and a checksum of all changes
+        # Of the steps since ranks were compared: what is computed, and a checksum of all changes.
+        self._histories: Final[dict[str, tuple[str, int]]] = {}
+        self._partly: Final[set[str]] = set()  # watched in some of these steps only: ranks read at different times
         self._began: Held = {}  # what bodies may change, when the loop was read
         self._left: dict[str, Since] = {}  # as the last loop was left
         self.calls: Final = LineCalls()  #: what the lines of bodies were seen to run
@@ -125,7 +128,6 @@ class SharedInputs:
             return
         frames = script_frames(sys._getframe())
         if not self.calls.is_new and self._take_up(frames):
-            self._take_as_newest()
             return
         if self.calls.is_new or len(self._known) < _FREE_READINGS or step - self._read_at >= _STEPS_A_READING:
             self._read_at = step
@@ -135,7 +137,6 @@ class SharedInputs:
             for about, line in self._inputs.lines.items():
                 self._say_once(f"{line}: {about}")
         self._begin(frames)
-        self._take_as_newest()
 
     def begin_pass(self, step: int) -> None:
         """Watch the inputs of a pass after ``step`` steps if the loop was read before, for ranks; takes some 0.1 ms."""
@@ -250,6 +251,12 @@ class SharedInputs:
         """The inputs between two bodies, or as the last loop was left; by their names in a message."""
         return self._left if self._inputs is None else self._since(self._inputs)
 
+    def ranks_are_equal(self) -> None:
+        """Note changes from here on only, since all ranks have compared the changes so far."""
+        self._histories.clear()
+        self._partly.clear()
+        self._left = {name: since for name, since in self._left.items() if since.first != _CHANGES}
+
     def leave(self) -> None:
         """Note the inputs as the loop is left, without keeping its functions' variables alive."""
         if self._inputs is not None:
@@ -267,12 +274,13 @@ class SharedInputs:
             self._first.setdefault(name, mark)
 
     def _watch(self, inputs: TrainingInputs) -> None:
+        """Watch the numbers and texts of a loop from now on, in the middle of a step."""
+        before = {place.text for place, _ in self._watched}
         found = [each for each in values_at(inputs.may_change(ChangedNames())) if type(each[2]) in PLAIN]
         self._watched = [(place, what) for place, what, _ in found]
-
-    def _take_as_newest(self) -> None:
-        """Take the watched values as they are, in the middle of a step: bodies may have changed some of them."""
-        self._newest.update((place.text, value) for place, _, value in values_at(self._watched))
+        values = {place.text: value for place, _, value in found}
+        self._partly.update(before - values.keys(), values.keys() - self._newest.keys())
+        self._newest.update({**values, **self._newest})
 
     def _since(self, inputs: TrainingInputs) -> dict[str, Since]:
         if not self._several:
@@ -292,8 +300,8 @@ class SharedInputs:
             if name in self._first and name not in self._moved and mark.kind not in CACHES
         }
         were = {
-            f"{name}, which {what} is computed from, in earlier steps": Since(_STAYS, Mark(1, "", history))
+            f"{name}, which {what} is computed from, in earlier steps": Since(_CHANGES, Mark(1, "", history))
             for name, (what, history) in self._histories.items()
-            if name in self._first and name not in self._moved
+            if name in self._first and name not in self._moved and name not in self._partly
         }
         return moving | stay | were

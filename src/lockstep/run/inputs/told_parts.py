@@ -11,6 +11,7 @@ does of what is changed once a step by the last micro-batch (``if run.step(loss)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
@@ -89,10 +90,13 @@ def _part(
             continue  # once, of what no body has from its micro-batch
         line = changes.line_of(place, always=True)
         # Of two variables with one name, a look has another name for the outer one.
-        own = root_of(place.owner, place.name, roots) if isinstance(place.owner, FrameType) else place.name
+        is_variable = isinstance(place.owner, FrameType | dict)
+        own = root_of(place.owner, place.name, roots) if is_variable else place.name
         seen_as = own + place.text[len(place.name) :]
         starts = (f"{seen_as}.", f"{seen_as}[")
-        if not line and not any(path == seen_as or path.startswith(starts) for path in changed):
+        read = follower.found.read_names
+        paths = (path for path in changed if path == seen_as or path.startswith(starts))
+        if not line and not any(_is_read(path.removeprefix(seen_as), read) for path in paths):
             continue
         owners = [place._replace(attributes=place.attributes[:end]) for end in range(len(place.attributes) + 1)]
         is_met = not met.isdisjoint(id(owner.value(None)) for owner in owners)
@@ -100,6 +104,12 @@ def _part(
             where = f" in line {line}" if line else ""
             return f"{place.text}, which {what} is computed from, is changed by the loop's body{where}"
     return next(iter(follower.found.own.values()), "")
+
+
+def _is_read(rest: str, read: Collection[str]) -> bool:
+    """Whether what is at the ``rest`` of a path counts: of attributes of items in a container only those ``read``."""
+    attribute = re.match(r"(?:\[[^\]]*\])+\.(\w+)", rest)
+    return attribute is None or attribute[1] in read
 
 
 def _set_elsewhere(context: Context) -> Iterator[tuple[int, str]]:

@@ -215,7 +215,7 @@ def given_by(follower: InputFollower, context: Context, *, in_loop: bool = False
     """
     found: list[Given] = []
     for use in context.live_uses:
-        if in_loop and not context.covers(use.line):
+        if (in_loop and not context.covers(use.line)) or (follower.is_of_reader and context.is_past(use.line)):
             continue
         where, before = context.at(use.line), len(found)
         if use.read is not None:

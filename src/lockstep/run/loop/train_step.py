@@ -524,8 +524,9 @@ class TrainStep:
         if len(data) != 2:
             name = getattr(loss, "__name__", type(loss).__name__)
             raise UsageError(
-                f"step({name}{', ...' * len(data)}): give the loss, a tensor; or a function and what it is of, "
-                "as in run.step(F.cross_entropy, images, labels), which is F.cross_entropy(model(images), labels)"
+                f"step({name}{', ...' * len(data)}): give the loss, a tensor; or a function of outputs and "
+                "targets, with inputs and targets, as in run.step(F.cross_entropy, images, labels), which is "
+                "F.cross_entropy(model(images), labels)"
             )
         places = target.places
         known = zip(self._state.parameters, self._state.models, strict=True)

@@ -110,6 +110,7 @@ ITERATORS: Final[tuple[type, ...]] = (
 
 
 TENSOR_RANK: Final = 2  #: the `Mark.rank` of one
+_LISTS: Final = {"list", "tuple"}  # whose marks are their lengths
 #: The `Mark.kind` of what may be a cache, which each rank fills by its own samples, and which grows.
 CACHES: Final = {"dict", "set", "OrderedDict", "defaultdict"}
 
@@ -191,20 +192,30 @@ def find(
 def changed(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> list[str]:
     """The paths whose marks differ, the most telling ones first: random generators, numbers, tensors, lengths.
 
-    Then the paths that only one of the two has.
+    Then the paths that only one of the two has, but for items of lists that both have: an object that had another path
+    is no other object.
     """
     both = [path for path in after if before.get(path, after[path]) != after[path]]
     both.sort(key=lambda path: (min(before[path].rank, after[path].rank), path.count(".") + path.count("[")))
-    return [*both, *(path for path in after if path not in before), *(path for path in before if path not in after)]
+    there = {path for path in after if path in before and before[path] == after[path] and after[path].kind in _LISTS}
+    apart = (*(path for path in after if path not in before), *(path for path in before if path not in after))
+    return [*both, *(path for path in apart if there.isdisjoint(_holders(path)))]
+
+
+def _holders(path: str) -> Iterator[str]:
+    """The paths of containers in which the object at ``path`` lies, as ``a.b`` and ``a.b[0]`` of ``a.b[0][1].c``."""
+    return (path[:place] for place, sign in enumerate(path) if sign == "[")
 
 
 def script_roots(frame: FrameType | None) -> dict[str, object]:
     """The variables of the script's functions that are running, from ``frame`` outward, by name.
 
     And the globals that the code of the innermost one names, in modules of the script, too; modules and classes
-    themselves are left out. Of two variables with one name, the outer one is called ``function.name``.
+    themselves are left out. Of two variables with one name, the outer one is called ``function.name``, also before the
+    inner one is set.
     """
     roots: dict[str, object] = {}
+    inner: set[str] = set()
     for number, script in enumerate(script_frames(frame)):
         variables = variables_of(script)
         if number == 0:
@@ -217,14 +228,19 @@ def script_roots(frame: FrameType | None) -> dict[str, object]:
         for name, value in variables.items():
             if name.startswith("__") or issubclass(type(value), _NO_STATE):
                 continue
-            known = roots.get(name, value) is value
+            known = roots[name] is value if name in roots else name not in inner
             roots.setdefault(name if known else f"{script.f_code.co_name}.{name}", value)
+        inner.update(script.f_code.co_varnames, script.f_code.co_cellvars)
     return roots
 
 
-def root_of(frame: FrameType, name: str, roots: Mapping[str, object]) -> str:
-    """The name that ``roots`` of `script_roots` have for a variable of a function that is running."""
-    return name if roots.get(name) is variables_of(frame).get(name) else f"{frame.f_code.co_name}.{name}"
+def root_of(owner: object, name: str, roots: Mapping[str, object]) -> str:
+    """The name that ``roots`` of `script_roots` have for a variable of a function that is running, or of a module."""
+    if isinstance(owner, FrameType):
+        value, code = variables_of(owner).get(name), owner.f_code.co_name
+    else:
+        value, code = owner.get(name) if type(owner) is dict else None, "<module>"
+    return name if name in roots and roots[name] is value else f"{code}.{name}"
 
 
 def script_frames(frame: FrameType | None) -> list[FrameType]:

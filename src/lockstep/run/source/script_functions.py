@@ -146,6 +146,13 @@ class Context:
         """The calls and writes of the function, but for those that are never reached, see `is_dead`."""
         return tuple(use for use in self.reads.uses if not self.is_dead(use.guards))
 
+    def is_past(self, line: int) -> bool:
+        """Whether the running function has left a ``line`` for good, which stands before all loops that it is in."""
+        if self.frame is None:
+            return False
+        now = self.frame.f_lineno
+        return line < min((loop.first for loop in self.reads.loops if loop.first <= now <= loop.last), default=0)
+
     def settled_value(self, path: Path) -> object:
         """The number or text at a path, if the value stays the same; else `UNKNOWN`."""
         value = self.value_of(path)
@@ -174,7 +181,13 @@ class Context:
             return None
         else:
             owner = self.variables
-        return None if path.root in self.loop.fresh else Place(owner, path.root, path.attributes, path.text)
+        # While bodies run, a variable that they set anew has no value that the script gave to the same name before.
+        is_set = name_in_script(path.root) in self._set_by_bodies
+        return None if is_set else Place(owner, path.root, path.attributes, path.text)
+
+    @functools.cached_property
+    def _set_by_bodies(self) -> frozenset[str]:
+        return frozenset(map(name_in_script, self.loop.fresh))
 
     def _maker_of(self, name: str) -> FrameType | None:
         """The running function that has made this one, with the variable ``name`` that both have."""

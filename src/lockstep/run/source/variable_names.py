@@ -60,8 +60,6 @@ def _separable(function: ast.AST) -> set[str]:
                 others.add(name)
             case ast.Global(names=names) | ast.Nonlocal(names=names):
                 others.update(names)
-            case ast.comprehension(target=target):
-                others |= stored([target])
             case ast.MatchAs(name=str() as name) | ast.MatchStar(name=str() as name):
                 others.add(name)
             case ast.MatchMapping(rest=str() as name) | ast.ExceptHandler(name=str() as name):
@@ -78,7 +76,7 @@ class _Uses:
     """Goes through a function's lines and notes which definitions of each name may reach which use."""
 
     def __init__(self, names: set[str]) -> None:
-        self._names: Final = names
+        self._names = names  # without those of the comprehension that is gone through
         self._rank: Final[dict[ast.Name, int]] = {}  # in which order they are come to
         self._nodes: Final[list[ast.Name]] = []
         self._loop_of: Final[list[ast.AST | None]] = []
@@ -217,6 +215,13 @@ class _Uses:
         if isinstance(node, ast.NamedExpr):
             self._expression(node.value, now)
             self._expression(node.target, now)
+        elif isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):
+            self._expression(node.generators[0].iter, now)
+            names = self._names
+            self._names = names - stored(part.target for part in node.generators)
+            for child in ast.iter_child_nodes(node):
+                self._expression(child, now)
+            self._names = names
         elif isinstance(node, ast.Name):
             (self._set if isinstance(node.ctx, ast.Store) else self._read)(node, now)
         else:

@@ -205,6 +205,7 @@ class RunSnapshot:
             modules=modules | self._take_left(),
             inputs=self._context.inputs.between_bodies() if self._context.share.in_step else {},
         )
+        self._context.inputs.ranks_are_equal()
 
     def _modules(self, *, attributes_of_all: bool) -> dict[str, object]:
         """The settings of modules, by name, where they must be equal on all ranks."""
