@@ -103,6 +103,17 @@ def _gpu(error: BaseException, frames: Frames) -> str:
     )
 
 
+def _forked(error: BaseException, frames: Frames) -> str:
+    # Torch says to use "spawn", which loader processes need not.
+    if "Cannot re-initialize CUDA in forked subprocess" not in str(error) or "lockstep.run" not in sys.modules:
+        return ""
+    return (
+        "loader processes use no GPU: leave .to(...) and .cuda() out of the data set, its transforms and the collate "
+        "function, since run.train moves batches to run.device by itself; or read without loader processes: "
+        "run.loader(..., workers=0)"
+    )
+
+
 def _ddp(error: BaseException, frames: Frames) -> str:
     # DistributedDataParallel itself has all of these.
     if not (isinstance(error, AttributeError) and hasattr(error.obj, "state_dict") and "lockstep.run" in sys.modules):
@@ -198,6 +209,6 @@ def _collective(error: BaseException, frames: Frames) -> str:
 
 
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _ddp, _no_gradient, _made_by_another, _grad_scaler, _divided),
+    *(_data, _gpu, _forked, _ddp, _no_gradient, _made_by_another, _grad_scaler, _divided),
     *(_loader_process, _semaphore, _relative_import, _collective),
 )

@@ -72,6 +72,10 @@ def shared_storage(size: int) -> torch.UntypedStorage:
     return storage
 
 
+#: What a pickled storage names to be read again. Without it, tensors of GPUs come back on the GPU that they came from.
+load_from_bytes: Final = torch.storage._load_from_bytes
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a view for autograd, which a pipeline with split backward passes must copy."""
     view: bool = tensor._is_view()

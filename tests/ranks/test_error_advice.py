@@ -114,6 +114,25 @@ def test_a_device_that_is_not_there_is_no_business_of_the_script():
         assert "the device cpu and the backend gloo; with lockstep.Run leave .to(...) and .cuda() out" in says
 
 
+class OnGpu(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        # As torch does on a machine with a GPU.
+        raise RuntimeError(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+            "'spawn' start method"
+        )
+
+
+def test_a_loader_process_that_uses_a_gpu_is_told_to_leave_it_alone():
+    batches = iter(torch.utils.data.DataLoader(OnGpu(), num_workers=1))
+    error = caught(next, batches)
+    shut_down(batches)
+    assert "run.loader(..., workers=0)" in advice_for(error, attached=True)
+
+
 def test_who_looks_at_a_part_of_a_parameter_is_told_where_the_whole_is():
     class Part(torch.Tensor):
         @staticmethod

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import inspect
+import pickle
 import subprocess
 import sys
 from functools import partial
@@ -117,6 +118,12 @@ def try_is_transformed():
     torch.vmap(lambda x: seen.append(torch_private.is_transformed(x)) or x)(torch.ones(2))
     assert seen == [True]
     assert not torch_private.is_transformed(torch.ones(2))
+
+
+@row
+def try_load_from_bytes():
+    name = f"c{torch_private.load_from_bytes.__module__}\n{torch_private.load_from_bytes.__name__}\n"
+    assert name.encode() in pickle.dumps(torch.ones(2), protocol=2)
 
 
 @row

@@ -126,7 +126,8 @@ class Group:
     def gather_objects(self, value: T, what: str) -> list[T]:
         """Each rank's ``value``, in the order of ranks. Collective.
 
-        Values are pickled and go over the CPU, in about 1 ms: for small values and rare calls.
+        Values are pickled and go over the CPU, in about 1 ms: for small values and rare calls. Tensors of a GPU arrive
+        on this rank's device.
 
         Raises:
             DifferentCalls: if ranks gather for different purposes, as when one rank calls inside ``if run.leads``.
@@ -135,7 +136,7 @@ class Group:
         if self._control is None:
             return [value]
         with translating_peer_errors(what):
-            answers: list[tuple[str, T]] = gathered((what, value), self.size, self._control)
+            answers: list[tuple[str, T]] = gathered((what, value), self.size, self._control, self.device)
         calls = {rank: call for rank, (call, _) in enumerate(answers)}
         if len(set(calls.values())) > 1:
             raise DifferentCalls(
@@ -442,7 +443,7 @@ def open_group(world: World, device: torch.device, timeout_s: float, *, shares_g
             device_id=None if over_cpu else device,
         )
         control = dist.new_group(backend="gloo", timeout=timeout)
-        nodes = gathered(world.node_rank, world.size, control)
+        nodes = gathered(world.node_rank, world.size, control, device)
     except WorldError:
         raise
     except (RuntimeError, ValueError) as error:

@@ -7,11 +7,13 @@
     workers              loader processes that end with their rank, not earlier
     shared_slots         how micro-batches come from workers: through shared memory that is used again
     seen_samples         some samples of a data set, whether ranks hold the same
-    dataset_marks        whether the script has changed a data set of which loader processes hold copies
+    dataset_marks        whether the script has changed a data set of which loader processes hold copies, and whether
+                         it holds anything of a GPU
 
 The samples of a micro-batch depend on no rank number: a rank only decides which micro-batches to compute.
 """
 
+from lockstep.data.dataset_marks import hold_gpu
 from lockstep.data.indexed.orders import Order, OrderFunction
 from lockstep.data.indexed.sampling import (
     AuditedSteps,
@@ -45,6 +47,7 @@ __all__ = [
     "WorkerOptions",
     "checksum",
     "choose_workers",
+    "hold_gpu",
     "is_in_memory",
     "open_micro_batch_loader",
     "open_order",

@@ -1,4 +1,4 @@
-"""Marks of a data set, which show whether the script has changed the data set since loader processes copied it."""
+"""What a data set holds, of which loader processes have copies: marks of it show whether the script has changed it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
+from itertools import islice
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, device
 
 from lockstep.data.indexed.sampling import UserDataset
 from lockstep.torch_private import version_of
@@ -51,23 +53,47 @@ class DatasetMarks:
         )
 
 
+def hold_gpu(*holders: object) -> bool:
+    """Whether one of ``holders`` has a tensor that is not on the CPU, or a device that is not the CPU.
+
+    Looked at is what `DatasetMarks` looks at, and the first item of each long list. The run is left out: what reads a
+    seed or a rank of it uses no GPU.
+    """
+    held = _held_by(*holders, of_long=1, but_for=("lockstep.run",))
+    return any(
+        each.type != "cpu" if type(each) is device else issubclass(type(each), Tensor) and each.device.type != "cpu"
+        for each in held
+    )
+
+
 def _marks_of(dataset: UserDataset) -> Iterator[tuple[object, object]]:
-    seen: set[int] = set()
-    waiting: list[tuple[Any, int]] = [(dataset, 0)]
-    for value, depth in waiting:  # the list grows in the loop
+    for value in _held_by(dataset):
         kind = type(value)
         if kind in _NUMBERS:
             yield None, (kind, repr(value))  # nan is unequal to itself, its text is not
-            continue
-        if kind in _TEXTS:
+        elif kind in _TEXTS:
             yield None, value
+        else:
+            yield value, _mark_of(value)
+
+
+def _held_by(*holders: object, of_long: int = 0, but_for: tuple[str, ...] = ()) -> Iterator[Any]:
+    """The ``holders`` and all that they hold or read, with ``of_long`` items of each long list.
+
+    Objects of classes of the packages ``but_for`` are not looked into.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(holder, 0) for holder in holders]
+    for value, depth in waiting:  # the list grows in the loop
+        yield value
+        kind = type(value)
+        if kind in (*_NUMBERS, *_TEXTS):
             continue
-        yield value, _mark_of(value)
         # Not `isinstance`, which asks the object itself: a proxy would ask another object, far away or gone.
-        if id(value) in seen or depth == _DEEPEST or issubclass(kind, _OPAQUE):
+        if id(value) in seen or depth == _DEEPEST or issubclass(kind, _OPAQUE) or _module_of(kind).startswith(but_for):
             continue
         seen.add(id(value))
-        parts = [*_items_of(value), *_attributes_of(value), *_read_from_outside(value)]
+        parts = [*_items_of(value, of_long), *_attributes_of(value), *_read_from_outside(value)]
         waiting += [(part, depth + 1) for part in parts[: _MOST - len(waiting)]]
 
 
@@ -107,10 +133,11 @@ def _attributes_of(value: object) -> list[object]:
         return []
 
 
-def _items_of(value: Any) -> list[object]:
-    if type(value) not in (list, tuple, dict, deque) or len(value) > _SHORT:
+def _items_of(value: Any, of_long: int) -> list[object]:
+    if type(value) not in (list, tuple, dict, deque):
         return []
-    return [part for pair in value.items() for part in pair] if type(value) is dict else list(value)
+    items = islice(value.items() if type(value) is dict else value, of_long if len(value) > _SHORT else None)
+    return [part for pair in items for part in pair] if type(value) is dict else list(items)
 
 
 def _read_from_outside(value: Any) -> list[object]:
@@ -120,6 +147,8 @@ def _read_from_outside(value: Any) -> list[object]:
         return [] if _is_foreign(value) else [*_enclosed_in(value), *(value.__defaults__ or ()), *_globals_of(value)]
     if issubclass(kind, MethodType):
         return [value.__self__, value.__func__]
+    if kind is partial:
+        return [value.func, *value.args, *value.keywords.values()]
     if not issubclass(kind, type):
         return [] if _is_foreign(kind) else [kind]
     own = [vars(each) for each in value.__mro__ if not _is_foreign(each)]
@@ -155,4 +184,8 @@ def _function_of(item: object) -> object:
 
 
 def _is_foreign(value: object) -> bool:
-    return str(getattr(value, "__module__", "")).partition(".")[0] in _FOREIGN
+    return _module_of(value).partition(".")[0] in _FOREIGN
+
+
+def _module_of(value: object) -> str:
+    return str(getattr(value, "__module__", ""))

@@ -793,7 +793,7 @@ class Run:
         return self._ranks.mean(value)
 
     def gather(self, value: T) -> list[T]:
-        """Each rank's ``value``, by rank; anything that can be pickled. Collective.
+        """Each rank's ``value``, by rank; anything that can be pickled. Collective. Tensors of GPUs come to `device`.
 
         Where `step` has returned True, lists to which the bodies of the step have added items are sorted by
         micro-batch, and items of micro-batches that do not count are left out. So the lists, one after another, are in
@@ -804,7 +804,7 @@ class Run:
         return self._ranks.gather(value)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's ``value``; anything that can be pickled. Collective."""
+        """Rank 0's ``value``; anything that can be pickled. Collective. Tensors of GPUs come to `device`."""
         return self._ranks.broadcast(value)
 
     def barrier(self) -> None:

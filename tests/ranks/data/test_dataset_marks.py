@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from loaders import loader_of
 from lockstep.batch import BatchPlan
-from lockstep.data.dataset_marks import DatasetMarks
+from lockstep.data.dataset_marks import DatasetMarks, hold_gpu
 from lockstep.errors import DataError
 
 
@@ -198,3 +198,42 @@ def test_tensors_that_the_script_puts_into_a_data_set_are_read():
     dataset.tensors = (torch.ones(6), "a text")
     with pytest.raises(DataError, match="also holds a str"):
         read(2)
+
+
+#: They stand for a GPU: neither is of the CPU.
+THERE, ELSEWHERE = torch.empty(2, device="meta"), torch.device("meta")
+
+
+def to_there(samples):
+    return [sample.to(THERE.device) for sample in samples]
+
+
+def to(place):
+    return lambda samples: [sample.to(place) for sample in samples]
+
+
+def with_attribute(value):
+    dataset = Scaled()
+    dataset.transforms.append(Scale(value))
+    return Subset(dataset, range(6))
+
+
+@pytest.mark.parametrize(
+    ("holder", "holds"),
+    [
+        (with_attribute(THERE), True),
+        (with_attribute(ELSEWHERE), True),
+        (with_attribute([(THERE, 0)] * 64), True),
+        (with_attribute([(torch.empty(2), 0)] * 64), False),
+        (with_attribute(torch.empty(2)), False),
+        (with_attribute(torch.device("cpu")), False),
+        (TensorDataset(THERE), True),
+        (to_there, True),
+        (to(ELSEWHERE), True),
+        (to("cpu"), False),
+        (partial(torch.Tensor.to, device=ELSEWHERE), True),
+        (None, False),
+    ],
+)
+def test_what_uses_a_gpu_is_known_by_what_it_holds(holder, holds):
+    assert hold_gpu(Scaled(), holder) == holds

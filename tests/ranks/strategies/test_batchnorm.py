@@ -2,6 +2,7 @@
 
 import copy
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from lockstep.collectives import open_group
 from lockstep.run import Run
 from lockstep.strategies import synchronize_batchnorm
+from lockstep.strategies.parts.batchnorm import normalises_over_ranks
 from lockstep.testing import state_hash
 from lockstep.world import World
 from worlds import on_world
@@ -202,6 +204,26 @@ def test_on_three_ranks():
     for mine, true in zip([*once[0][0], *once[0][1]], [*parameters, *buffers], strict=True):
         torch.testing.assert_close(mine, true.detach())
     assert not torch.allclose(once[0][0][0], learn(False)[0][0])
+
+
+def test_on_gpus_layers_are_torchs_and_stay_the_modules_that_they_were():
+    """What is made for a GPU computes on a CPU only for itself, which is enough to see a hook called."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=0.3, bias=False), nn.BatchNorm2d(4).eval())
+    modules, held, called = list(model.modules()), list(model.state_dict(keep_vars=True).values()), []
+    model[1].register_forward_hook(lambda *_: called.append(1))
+    model[1].of_script = "kept"
+    group = SimpleNamespace(device=torch.device("cuda"), process_group=object())
+    assert synchronize_batchnorm(model, group) is model
+    assert list(map(id, model.modules())) == list(map(id, modules))
+    assert list(map(id, model.state_dict(keep_vars=True).values())) == list(map(id, held))
+    assert [type(layer) for layer in model[1:]] == [nn.SyncBatchNorm] * 2
+    assert all(layer.process_group is group.process_group for layer in model[1:])
+    assert vars(model[2]).keys() == vars(nn.SyncBatchNorm(4)).keys(), "torch's layer has all that it reads"
+    assert (model[1].momentum, model[1].of_script, model[1].training, model[2].training) == (0.3, "kept", True, False)
+    assert normalises_over_ranks(model)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model[1](x), nn.functional.batch_norm(x, None, None, model[1].weight, training=True))
+    assert called == [1]
 
 
 def test_one_rank_keeps_its_layers():

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lockstep.collectives import TensorShard, open_group
+from lockstep.errors import UsageError
 from lockstep.strategies.parts.state_layout import OwnerLayout, ReplicatedLayout
 from lockstep.testing import run_ranks, state_hash
 from lockstep.world import World
@@ -131,6 +132,28 @@ def refused(state_layout, net, state):
     ):
         state_layout.load_model(net, less | {"scale": torch.ones(2)})
     return True
+
+
+def with_options_in_tensors():
+    """What is said where ranks have given the same numbers in tensors of other texts, and then other numbers."""
+    group = open_group(World.from_env(os.environ), torch.device("cpu"), 30)
+    net, optimizer = begun()
+    state_layout = OwnerLayout(group)
+    state_layout.setup_model(net, lambda name: (0, 1))
+    # As tensors of two GPUs do, these differ in nothing but their texts.
+    rate = torch.tensor(0.1, dtype=torch.float64, requires_grad=group.rank == 1)
+    optimizer.param_groups[0] |= {"lr": rate, "betas": (rate.detach().float(), 0.9)}
+    state_layout.optimizer_state(optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.1 + 1e-9 * group.rank, dtype=torch.float64)
+    with pytest.raises(UsageError) as caught:
+        state_layout.optimizer_state(optimizer)
+    group.close()
+    return str(caught.value)
+
+
+def test_options_in_tensors_are_compared_by_their_numbers():
+    for said in run_ranks(with_options_in_tensors, 2):
+        assert "lr of group 0 is 0.1 on rank 0 and 0.100000001 on rank 1." in said
 
 
 def test_what_each_rank_holds_makes_the_whole_state():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, TensorDataset
 
 from lockstep.errors import SettingError, UsageError
 from lockstep.run import Run
@@ -65,6 +65,29 @@ def test_batches_that_a_sampler_makes_cannot_be_given_from_outside(monkeypatch):
 def test_without_any_it_is_asked_for(monkeypatch):
     with pytest.raises(UsageError, match="say how many samples"):
         sizes(monkeypatch, {}, lambda run: run.loader(X))
+
+
+class Rows(Dataset):
+    """Rows of a tensor, which loader processes would read."""
+
+    def __init__(self, device):
+        self.rows = torch.zeros(24, 1, device=device)
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+@pytest.mark.parametrize(("device", "workers"), [("cpu", 1), ("meta", 0)])
+def test_what_lies_on_a_gpu_is_read_without_loader_processes(monkeypatch, device, workers):
+    """In a forked process CUDA cannot be used; "meta" stands for a GPU. What reads the run itself may use no GPU."""
+    monkeypatch.setattr("lockstep.run.batches.loaders.cpus_of_this_rank", lambda: 2)
+    with Run() as run:
+        run.model(nn.Linear(1, 1)).there = torch.empty(1, device="meta")
+        seeded = lambda samples: (run.seed, torch.stack(samples))  # noqa: E731
+        assert run.loader(Rows(device), global_batch=4, collate_fn=seeded).num_workers == workers
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Means are those of the exact sums, whatever kind of number is measured."""
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from device_costs import DEVICE, Costs
 from lockstep.collectives import single_rank_group
 from lockstep.errors import UsageError
 from lockstep.run import Run
@@ -42,6 +44,29 @@ def mean(*values, samples=1, counts=None):
 def test_means_are_exact(values, expected):
     assert mean(*values) == expected
     assert mean(*reversed(values)) == expected
+
+
+def test_values_and_counts_on_a_device_are_waited_for_once():
+    measures = MetricMeans()
+    for number in range(20):
+        value = torch.ones((), dtype=torch.bfloat16, device=DEVICE) if number % 2 else float(number)
+        measures.add(*measured("it", value, 4, torch.ones((), dtype=torch.int64, device=DEVICE)))
+        measures.add(*measured("loss", torch.ones((), device=DEVICE), 4))
+    with Costs() as costs:
+        measures.own()
+    assert costs.waits == 2, "once for each name"
+
+
+def test_counts_in_tensors_are_exact_beside_values_of_few_bits():
+    """As they come from a GPU: as tensors."""
+    measures = MetricMeans()
+    for value, count in [(0.5, 2**24 + 1), (0.25, 2**53 - 1), (2.0, 0)]:
+        items = torch.tensor(count)
+        measures.add("it", torch.tensor(value, dtype=torch.bfloat16), items, items)
+    measures.add("it", 0.125, torch.tensor(3), torch.tensor(3))
+    total, _, count = measures.own()["it"]
+    assert count == 2**24 + 1 + 2**53 - 1 + 3
+    assert Fraction(total, 1 << 1074) == Fraction(2**24 + 1, 2) + Fraction(2**53 - 1, 4) + Fraction(3, 8)
 
 
 @pytest.mark.parametrize("values", [[math.nan, 1.0], [math.inf, -math.inf], [torch.tensor([math.nan, 1.0])]])

@@ -4,10 +4,14 @@ import threading
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.run.batches.to_device import one_ahead, pinned
+from device_costs import DEVICE
+from lockstep.batch import MicroBatchPosition
+from lockstep.data import MicroBatch
+from lockstep.run.batches.to_device import PrefetchStream, one_ahead, pinned
 
 
 @given(st.integers(0, 6))
@@ -54,6 +58,35 @@ def test_the_thread_ends_with_a_pass_that_is_left():
     assert [t for t in threading.enumerate() if t.name.startswith("lockstep-copies")]
     batches.close()
     assert not [t for t in threading.enumerate() if t.name.startswith("lockstep-copies")]
+
+
+class SideStream:
+    """A stream of a GPU, of which only the event is asked for here."""
+
+    def record_event(self):
+        return "it has arrived"
+
+
+@pytest.mark.parametrize(
+    ("make", "is_copied_aside"),
+    [
+        (lambda: torch.eye(3), True),
+        (lambda: torch.empty(0), True),
+        (lambda: torch.eye(3).to_sparse(), False),
+        (lambda: torch.eye(3).to_sparse_csr(), False),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), False),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*in beta state", "ignore:.*prototype stage")
+def test_tensors_for_which_torch_has_no_record_stream_are_copied_where_the_model_computes(
+    monkeypatch, make, is_copied_aside
+):
+    monkeypatch.setattr("lockstep.run.batches.to_device._copy_stream", lambda device: SideStream())
+    batch = MicroBatch(MicroBatchPosition(0, 1, last=True), {"x": torch.ones(2), "edges": [make()]})
+    copied = PrefetchStream(DEVICE, pin=False).begin(batch)
+    assert copied.done == ("it has arrived" if is_copied_aside else None)
+    assert len(copied.tensors) == (2 if is_copied_aside else 0)
 
 
 class Holder:

@@ -20,6 +20,7 @@ from lockstep.data import (
     TorchLoader,
     WorkerOptions,
     choose_workers,
+    hold_gpu,
     is_in_memory,
     open_micro_batch_loader,
     open_order,
@@ -397,5 +398,8 @@ def _refuse_uneven_epoch(steps: EpochSteps, ranks: int, epoch: int) -> None:
 def _workers_for(arguments: LoaderArguments) -> int:
     if arguments.workers is not None:
         return arguments.workers
+    # Loader processes are forked, in which the GPU that this rank has started cannot be used.
+    if hold_gpu(arguments.dataset, arguments.collate_fn):
+        return 0
     in_memory = is_in_memory(arguments.dataset)
     return choose_workers(cpus_of_this_rank(), in_memory=in_memory)

@@ -75,12 +75,13 @@ class PrefetchStream:
     def begin(self, batch: MicroBatch) -> _Copied:
         """Begin a copy of ``batch``; may be called in any thread.
 
-        A batch that is on a GPU already, or whose tensors are not visible, is copied in the computing stream.
+        A batch that is on a GPU already, or whose tensors are not visible or have no `record_stream`, is copied in the
+        computing stream.
         """
         with torch.cuda.stream(self._stream):  # also so that this thread uses no other GPU
             data = pinned(batch.data) if self._pin else batch.data
             tensors = _tensors_of(data)
-            if tensors is None or any(tensor.is_cuda for tensor in tensors):
+            if tensors is None or any(tensor.is_cuda or not _is_plain(tensor) for tensor in tensors):
                 return _Copied(batch._replace(data=data), [], None)
             data = to_device(data, self._device)
             done = self._stream.record_event()
@@ -99,6 +100,11 @@ class PrefetchStream:
         for tensor in copied.tensors:
             tensor.record_stream(computing)
         return copied.batch
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether all elements of ``tensor`` lie in one block of memory, as torch's `record_stream` needs."""
+    return tensor.layout == torch.strided and not tensor.is_nested
 
 
 def to_device(data: Data, device: torch.device) -> Data:

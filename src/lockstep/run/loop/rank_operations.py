@@ -201,7 +201,9 @@ class RankOperations:
             if len(set(shapes)) > 1:
                 raise UsageError(f"{what}: ranks give tensors of different shape or type: {shapes}")
             is_whole = not (value.is_floating_point() or value.is_complex())
-            return cast(T, self._group.sum_tensor(value.long() if is_whole else value, what))
+            total = self._group.sum_tensor(value.long() if is_whole else value, what)
+            # Ranks add up on their device; what the script counts on the CPU it reads there.
+            return cast(T, total.to(value.device))
         # Small integer types of NumPy's would wrap around.
         if isinstance(value, np.generic):
             value = value.item()

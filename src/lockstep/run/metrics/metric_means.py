@@ -41,6 +41,11 @@ def _lists_of(frame: FrameType, *, skip: Collection[int] = (), limit: int = 3000
     return {id(each): (each, len(each)) for each in lists if isinstance(each, list)}
 
 
+def _tensors_in(numbers: Iterable[Number]) -> dict[int, torch.Tensor]:
+    """The tensors among ``numbers``, by `id`."""
+    return {id(number): number for number in numbers if isinstance(number, torch.Tensor)}
+
+
 class _Mean:
     """A running mean; with ``finite_only``, of finite values only."""
 
@@ -63,11 +68,14 @@ class _Mean:
         """Every value is in the sums; waits for the device, once for all values."""
         if not self._waiting:
             return
-        tensors = [value for value, _, _ in self._waiting if isinstance(value, torch.Tensor)]
-        numbers = iter(torch.stack(tensors).double().tolist() if tensors else ())
-        for value, weight, count in self._waiting:
-            number = next(numbers) if isinstance(value, torch.Tensor) else value
-            self.add_number(number, int(weight), int(count))
+        values = _tensors_in(value for value, _, _ in self._waiting)
+        counts = _tensors_in(each for _, *both in self._waiting for each in both)  # of a value mostly one and the same
+        # Stacked apart, since a stack has one type: counts would be rounded as values are.
+        stacks = [torch.stack(list(each.values())).double() for each in (values, counts) if each]
+        numbers = dict(zip((*values, *counts), torch.cat(stacks).tolist(), strict=True))
+        for each in self._waiting:
+            value, weight, count = (numbers[id(n)] if isinstance(n, torch.Tensor) else n for n in each)
+            self.add_number(value, int(weight), int(count))
         self._waiting = []
 
     def add_number(self, value: float, weight: int, count: int) -> None:

@@ -27,14 +27,11 @@ Gather = Callable[[torch.Tensor, str], torch.Tensor]
 
 
 def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
-    """``model`` with each BatchNorm normalising over all ranks of ``group`` while it trains.
+    """``model``, each BatchNorm of which normalises over all ranks of ``group`` from now on, while it trains.
 
-    Parameters and buffers stay the same objects, and keep their names. Every rank must make
-    equally many forward and backward passes, with batches of any sizes.
+    Modules, parameters and buffers stay the same objects, and keep their names. Every rank must make equally many
+    forward and backward passes, with batches of any sizes.
     """
-    if group.device.type == "cuda":
-        converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model, group.process_group)
-        return converted
 
     # A function, since models are copied with all attributes, as to average their weights, and a group cannot be
     # copied.
@@ -44,8 +41,13 @@ def synchronize_batchnorm(model: nn.Module, group: Group) -> nn.Module:
         return group.sum_tensor(rows, what)
 
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            # In place, so hooks and other references to the module remain valid.
+        if not isinstance(module, _BatchNorm):
+            continue
+        # In place, so hooks and other references to the module remain valid; torch's own conversion makes new modules.
+        if group.device.type == "cuda":
+            module.__class__ = nn.SyncBatchNorm
+            object.__setattr__(module, "process_group", group.process_group)
+        else:
             module.__class__ = AcrossRanks
             object.__setattr__(module, "gather", gather)
     return model

@@ -18,6 +18,7 @@ from torch import nn
 
 from lockstep.collectives import Group, StoredTensor, TensorShard, as_absent_shards, as_owned_shards, in_memory
 from lockstep.errors import UsageError
+from lockstep.nested import map_leaves
 from lockstep.strategies.parts.grad_norm import norm_of_rows, squared_norms, squared_row_norms
 from lockstep.strategies.parts.gradient_accumulation import parameters_of
 from lockstep.strategies.parts.row_shard import RowShard
@@ -324,7 +325,7 @@ class States:
     def _changed(self, optimizer: torch.optim.Optimizer, groups: list[StateDict], *, changed: bool) -> bool:
         """Whether some rank has ``changed``; also checks that parameter groups are equal. Collective."""
         plain = {
-            f"{name} of group {number}": repr(value)
+            f"{name} of group {number}": _plain_of(value)
             for number, group in enumerate(groups)
             for name, value in group.items()
             if name != "params"
@@ -342,6 +343,14 @@ class States:
                         "by run.scheduler(...), given LambdaLR or a subclass of torch.optim.lr_scheduler.LRScheduler"
                     )
         return any(one for one, _ in gathered)
+
+
+def _plain_of(value: object) -> str:
+    """``value``, an option of a parameter group, as a text that is the same on ranks whose options are equal.
+
+    The text of a tensor would name its GPU, another one on each rank, and round its number to four digits.
+    """
+    return repr(map_leaves(lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf, value))
 
 
 def load_states(
