@@ -33,6 +33,10 @@ HAND = "tests/promises/test_by_hand.py"
 BUFFERS = "tests/ranks/strategies/test_buffers.py"
 LAYOUTS = "tests/ranks/strategies/test_layouts.py"
 STRATEGIES = "tests/ranks/strategies/test_strategies.py"
+GRAPHS = "tests/ranks/strategies/test_graphs.py"
+NAMES_TWICE = "tests/ranks/run/test_names_used_twice.py"
+LINE_CALLS = "tests/unit/run/test_line_calls.py"
+RESUMES = "tests/ranks/run/test_resume_proof.py"
 LEARNS = "tests/ranks/run/test_what_learns.py"
 CARRY = "tests/ranks/run/test_carry.py"
 STEP = "tests/ranks/run/test_end_of_step.py"
@@ -289,7 +293,35 @@ MUTANTS = [
         HAND,
         WORLDS,
     ),
-    mutant("strategies/replicated/ddp.py", "self._reduce(reducer, init_sync=False)", "pass", LEARNS),
+    mutant(
+        "strategies/replicated/ddp.py",
+        "for p in reducer.trained}:\n                self._reduce(reducer, init_sync=False)",
+        "for p in reducer.trained}:\n                pass",
+        LEARNS,
+    ),
+    mutant(
+        "strategies/replicated/ddp.py",
+        "if reducer.strides_have_changed():\n                self._reduce(reducer, init_sync=False)",
+        "if reducer.strides_have_changed():\n                pass",
+        LAYOUTS,
+    ),
+    mutant("strategies/replicated/ddp.py", "if not self._exact:  # else", "if True:  # else", GRAPHS),
+    mutant(
+        "strategies/sharded/whole_gradients.py",
+        "gradient_like(parameter, piece)",
+        "piece.view(parameter.shape)",
+        LAYOUTS,
+    ),
+    mutant(
+        "run/inputs/shared_inputs.py",
+        "self._newest.update({**values, **self._newest})",
+        "self._newest.update(values)",
+        NAMES_TWICE,
+    ),
+    mutant("run/source/line_calls.py", "if not _is_of_body(value)", "if value is not None", LINE_CALLS),
+    mutant(
+        "run/proofs/resume_proof.py", "_OF_BODY, _relative(was, is_now) if is_text else 0)", "_OF_BODY, 0)", RESUMES
+    ),
     mutant(
         "strategies/parts/gradient_accumulation.py",
         "parameter.grad = None\n        gradients.append(gradient.resolve_conj())",
