@@ -155,8 +155,9 @@ _WORD = Reader(str, "a word")
 _READ = (Interval, BestMetric, StepRange)  # whose text is the value as it was given
 
 
-def reader_of(annotation: object) -> Reader:
-    """How a text is read for a value of a type, or of one by its name; of another type than these it is a word."""
+def reader_of(field: Field[object]) -> Reader:
+    """How a text is read for ``field`` of a dataclass, by its type; of another type than these it is a word."""
+    annotation = field.type  # a text, where annotations are not evaluated
     name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     return _READERS.get(name.removesuffix(" | None"), _WORD)
 
@@ -172,24 +173,15 @@ def read_options(what: str, kind: type[T], options: Mapping[str, str]) -> T:
     Raises:
         SettingError: for a value that cannot be read.
     """
-    types = {field.name: field.type for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**read_values(what, types, options))
-
-
-def read_values(what: str, types: Mapping[str, object], options: Mapping[str, str]) -> dict[str, Any]:
-    """The values of ``options``, each read by its type, which may be the name of one.
-
-    Raises:
-        SettingError: for a value that cannot be read.
-    """
+    known: dict[str, Field[Any]] = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     values = {}
     for option, text in options.items():
-        reader = reader_of(types[option])
+        reader = reader_of(known[option])
         try:
             values[option] = reader.read(text)
         except (ValueError, KeyError):
             raise SettingError(f"{what}: {option}={text!r}; give {reader.wants}") from None
-    return values
+    return kind(**values)
 
 
 def _about(
@@ -472,7 +464,7 @@ def parse(name: str, value: Any) -> Any:
     """
     if name not in _FIELDS:
         raise SettingError(f"{name}: no such setting; {did_you_mean(name, _FIELDS)}")
-    reader, is_optional = reader_of(_FIELDS[name].type), str(_FIELDS[name].type).endswith("| None")
+    reader, is_optional = reader_of(_FIELDS[name]), str(_FIELDS[name].type).endswith("| None")
     if isinstance(value, _READ) or (is_optional and (value is None or str(value).lower() == "none")):
         return None if isinstance(value, str) else value
     if reader is _READERS["Interval"]:

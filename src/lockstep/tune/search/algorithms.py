@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from inspect import signature
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Final, Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from lockstep.errors import SettingError
 from lockstep.option_words import split_options
-from lockstep.settings import read_values
+from lockstep.settings import read_options
 from lockstep.tune.search.algorithm import Algorithm, InformedAlgorithm, Proposal
 from lockstep.tune.search.bayesian import BayesianEvolution
 from lockstep.tune.search.cma_es import FIRST_STEP, CmaEs
@@ -48,104 +47,125 @@ class AlgorithmFactory(Protocol):
         """For ``worker`` of the ``workers`` on its island, and losses of ``objectives`` numbers."""
 
 
-def _auto(space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-    return Nsga2(space) if objectives > 1 else BayesianEvolution(space, worker, workers)
+@dataclass(frozen=True, slots=True)
+class _Auto:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Nsga2(space) if objectives > 1 else BayesianEvolution(space, worker, workers)
 
 
-def _gaussian_process(space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-    return BayesianEvolution(space, worker, workers, evolves=False, limited=False)
+@dataclass(frozen=True, slots=True)
+class _GaussianProcess:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return BayesianEvolution(space, worker, workers, evolves=False, limited=False)
 
 
-def _evolution(space: Space, *, objectives: int, worker: int, workers: int, population: int = 0) -> Algorithm:
-    return Nsga2(space, population) if objectives > 1 else Evolution(space, population, workers)
+@dataclass(frozen=True, slots=True)
+class _Evolution:
+    population: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        if objectives > 1:
+            return Nsga2(space, self.population)
+        return Evolution(space, self.population, workers)
 
 
-def _propulate(
-    space: Space,
-    *,
-    objectives: int,
-    worker: int,
-    workers: int,
-    population: int = 0,
-    crossover: float = 0.7,
-    mutation: float = 0.4,
-    random_init: float = 0.1,
-    sigma: float = 0.05,
-) -> Algorithm:
-    population = population or max(2 * workers, 8)
-    return Evolving(propulate_operator(space, population, crossover, mutation, random_init, sigma))
+@dataclass(frozen=True, slots=True)
+class _Propulate:
+    population: int = 0
+    crossover: float = 0.7
+    mutation: float = 0.4
+    random_init: float = 0.1
+    sigma: float = 0.05
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        population = self.population or max(2 * workers, 8)
+        return Evolving(
+            propulate_operator(space, population, self.crossover, self.mutation, self.random_init, self.sigma)
+        )
 
 
-def _genetic(
-    space: Space,
-    *,
-    objectives: int,
-    worker: int,
-    workers: int,
-    population: int = 24,
-    crossover: float = 0.9,
-    mutation: float = 0.2,
-    sigma: float = 0.1,
-    tournament: int = 2,
-) -> Algorithm:
-    return Evolving(genetic_operator(space, population, crossover, mutation, sigma, tournament))
+@dataclass(frozen=True, slots=True)
+class _Genetic:
+    population: int = 24
+    crossover: float = 0.9
+    mutation: float = 0.2
+    sigma: float = 0.1
+    tournament: int = 2
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Evolving(
+            genetic_operator(space, self.population, self.crossover, self.mutation, self.sigma, self.tournament)
+        )
 
 
-def _cma_es(
-    space: Space,
-    *,
-    objectives: int,
-    worker: int,
-    workers: int,
-    population: int = 0,
-    active: bool = True,
-    sigma: float = FIRST_STEP,
-) -> Algorithm:
-    return CmaEs(space, population, active, sigma)
+@dataclass(frozen=True, slots=True)
+class _CmaEs:
+    population: int = 0
+    active: bool = True
+    sigma: float = FIRST_STEP
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return CmaEs(space, self.population, self.active, self.sigma)
 
 
-def _particle_swarm(
-    space: Space, *, objectives: int, worker: int, workers: int, variant: str = "constriction", particles: int = 0
-) -> Algorithm:
-    return ParticleSwarm(space, variant, worker, particles or -(-24 // workers))
+@dataclass(frozen=True, slots=True)
+class _ParticleSwarm:
+    variant: str = "constriction"
+    particles: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return ParticleSwarm(space, self.variant, worker, self.particles or -(-24 // workers))
 
 
-def _nelder_mead(space: Space, *, objectives: int, worker: int, workers: int, adaptive: bool = False) -> Algorithm:
-    return NelderMead(space, worker, adaptive)
+@dataclass(frozen=True, slots=True)
+class _NelderMead:
+    adaptive: bool = False
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return NelderMead(space, worker, self.adaptive)
 
 
-def _nsga2(space: Space, *, objectives: int, worker: int, workers: int, population: int = 0) -> Algorithm:
-    return Nsga2(space, population)
+@dataclass(frozen=True, slots=True)
+class _Nsga2:
+    population: int = 0
+
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Nsga2(space, self.population)
 
 
-def _random(space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-    return Evolving(InitUniform(space))
+@dataclass(frozen=True, slots=True)
+class _Random:
+    def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+        return Evolving(InitUniform(space))
 
 
-def _optuna(word: str, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
-    return OptunaSampler(space, word, objectives)
+def _optuna(word: str) -> type[AlgorithmFactory]:
+    @dataclass(frozen=True, slots=True)
+    class _Optuna:
+        def __call__(self, space: Space, *, objectives: int, worker: int, workers: int) -> Algorithm:
+            return OptunaSampler(space, word, objectives)
+
+    return _Optuna
 
 
-def _options(make: Callable[..., Algorithm]) -> dict[str, object]:
-    """The types of those parameters of ``make`` that a user may set: what has a default."""
-    return {name: one.annotation for name, one in signature(make).parameters.items() if one.default is not one.empty}
-
-
-_FACTORIES: Final[dict[str, Callable[..., Algorithm]]] = {
-    "auto": _auto,
-    "gp": _gaussian_process,
-    "evolution": _evolution,
-    "propulate": _propulate,
-    "genetic": _genetic,
-    "cma-es": _cma_es,
-    "pso": _particle_swarm,
-    "nelder-mead": _nelder_mead,
-    "nsga2": _nsga2,
-    "random": _random,
-    **{word: partial(_optuna, word) for word in SAMPLERS},
+_FACTORIES: Final[dict[str, type[AlgorithmFactory]]] = {
+    "auto": _Auto,
+    "gp": _GaussianProcess,
+    "evolution": _Evolution,
+    "propulate": _Propulate,
+    "genetic": _Genetic,
+    "cma-es": _CmaEs,
+    "pso": _ParticleSwarm,
+    "nelder-mead": _NelderMead,
+    "nsga2": _Nsga2,
+    "random": _Random,
+    **{word: _optuna(word) for word in SAMPLERS},
 }
 #: The words of the algorithms, each with the names of its options.
-ALGORITHM_WORDS: Final = {name: tuple(_options(make)) for name, make in _FACTORIES.items()}
+ALGORITHM_WORDS: Final = {
+    name: tuple(field.name for field in fields(kind))  # type: ignore[arg-type]
+    for name, kind in _FACTORIES.items()
+}
 #: Those that minimise several losses at a time.
 MULTI_OBJECTIVE: Final = ("auto", "evolution", "nsga2", "random", *MULTI_OBJECTIVE_SAMPLERS)
 
@@ -185,8 +205,7 @@ def parse(spec: str, objectives: int = 1) -> AlgorithmFactory:
             f"algorithm={spec!r} minimises one loss, the objective has {objectives}; give "
             f"{', '.join(MULTI_OBJECTIVE)}, or return one loss"
         )
-    make = _FACTORIES[name]
-    return partial(make, **read_values(f"algorithm {name}", _options(make), options))
+    return read_options(f"algorithm {name}", _FACTORIES[name], options)
 
 
 class Distinct:
