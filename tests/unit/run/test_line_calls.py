@@ -17,6 +17,11 @@ class Output:
     logits: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class SlottedOutput:
+    logits: torch.Tensor
+
+
 def criterion(outputs, scale):
     return sum(outputs) if isinstance(outputs, list) else outputs
 
@@ -25,7 +30,9 @@ def first_of(batch):
     return batch
 
 
-@pytest.mark.parametrize("holder", [lambda y: {"out": y}, lambda y: [y, y], Output, lambda y: {"of": {"out": y}}])
+@pytest.mark.parametrize(
+    "holder", [lambda y: {"out": y}, lambda y: [y, y], lambda y: {"of": {"out": y}}, Output, SlottedOutput]
+)
 def test_results_of_bodies_are_let_go(holder):
     calls, model, results = LineCalls(), nn.Linear(2, 2), []
     for _ in range(4):

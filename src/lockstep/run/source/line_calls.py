@@ -16,7 +16,7 @@ import gc
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.run.source.script_modules import is_script
-from lockstep.run.source.script_places import NOTHING, variable_at
+from lockstep.run.source.script_places import NOTHING, attribute_of, variable_at
 from lockstep.run.source.source_reads import Lines
 
 #: Code that belongs to the function around it.
@@ -131,7 +131,8 @@ def _holds_results(value: object, depth: int) -> bool:
     elif issubclass(type(value), (list, tuple)):
         items = value  # type: ignore[assignment]  # as just asked
     else:
-        items = vars(value).values() if is_dataclass(value) and not isinstance(value, type) else ()
+        names = getattr(type(value), "__dataclass_fields__", ())
+        items = (attribute_of(value, name) for name in names)
     return any(
         one.grad_fn is not None if issubclass(type(one), torch.Tensor) else depth > 0 and _holds_results(one, depth - 1)
         for one in itertools.islice(items, _MOST)

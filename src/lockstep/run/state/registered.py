@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -27,7 +27,6 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.run.checks.divergence import checksum
 from lockstep.run.metrics.early_stopping import EarlyStopping
 from lockstep.run.source.reachable import find, is_plain, script_roots
-from lockstep.run.state.added_groups import AddedGroups
 from lockstep.run.state.attributes import RunAttributes, path_of
 from lockstep.run.state.kept_variables import KeptVariables
 from lockstep.run.state.registered_scheduler import RegisteredScheduler, UnregisteredSchedulers
@@ -35,6 +34,9 @@ from lockstep.run.state.training_modes import TrainingModes
 from lockstep.run.state.user_values import PlainValue, Stateful, as_stateful, exposed
 from lockstep.strategies import StateLayout, Strategy, sparse_parameters
 from lockstep.torch_private import is_transformed
+
+#: Of each optimizer, each added group: each parameter as the number of its model and its name there.
+_Named = list[list[list[tuple[int, str]]]]
 
 
 class State:
@@ -57,7 +59,7 @@ class State:
         self.sample_sources: list[object] = []  # data sets, and the functions that loaders were given with them
         self.tracker: object = None  # the script's own, which a thread of the run uses
         self.attributes: RunAttributes | None = None  # once the training has begun
-        self._added_groups: AddedGroups | None = None  # likewise
+        self._added_groups: _AddedGroups | None = None  # likewise
         self._dtypes: list[dict[str, torch.dtype]] = []  # of each model's parameters and buffers, by name
         self._names: list[set[str]] = []  # of each model's parameters when the training began
         self.modes: list[TrainingModes] = []  # of each model
@@ -171,7 +173,7 @@ class State:
         kept = {name: value for name, value in self.kept.items() if isinstance(value, nn.Module)}
         self._names = [{name for name, _ in model.named_parameters()} for model in self.models]
         self.attributes = RunAttributes(self.models, kept, self.optimizers, device)
-        self._added_groups = AddedGroups(self.optimizers, self.models)
+        self._added_groups = _AddedGroups(self.optimizers, self.models)
 
     def settings_of_modules(self, *, attributes_of_all: bool) -> dict[str, object]:
         """The settings of modules of models and kept modules, by name: training modes, and changed attributes.
@@ -431,3 +433,59 @@ class BesideModules:
                 f"run.model({model}), which keeps buffers alike on all ranks and in checkpoints; or call "
                 f"{model}.eval() before the loop, if these are not to move"
             )
+
+
+class _AddedGroups:
+    """The parameter groups of ``optimizers`` that were not there as the training began.
+
+    A resume makes them again before it loads the optimizer's state, for the lines that added them may not run again:
+
+        if epoch == 1: optimizer.add_param_group({"params": model.head.parameters()})      resumed in epoch 3
+
+    Args:
+        optimizers: of the run, as the training begins.
+        models: of the run, which have the parameters.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], models: Sequence[nn.Module]) -> None:
+        self._optimizers: Final = optimizers
+        self._models: Final = models
+        self._began: Final = [len(optimizer.param_groups) for optimizer in optimizers]
+
+    def state(self) -> _Named:
+        """The added groups, as plain values."""
+        added = [o.param_groups[count:] for o, count in zip(self._optimizers, self._began, strict=True)]
+        if not any(added):
+            return []
+        models = enumerate(self._models)
+        names = {id(p): (number, name) for number, model in models for name, p in model.named_parameters()}
+        # A parameter of no model is refused before a step.
+        return [[[names[id(p)] for p in group["params"] if id(p) in names] for group in groups] for groups in added]
+
+    def load(self, added: _Named, states: Sequence[Mapping[str, Any]]) -> None:
+        """Make the groups of ``added`` that an optimizer lacks, with the options that its state has in ``states``."""
+        for optimizer, groups, state in zip(self._optimizers, added, states, strict=False):
+            missing = min(len(state["param_groups"]) - len(optimizer.param_groups), len(groups))
+            if missing <= 0:
+                continue
+            made = [[self._parameter(*each) for each in names] for names in groups[-missing:]]
+            for parameters, options in zip(made, state["param_groups"][-missing:], strict=True):
+                optimizer.add_param_group({**options, "params": parameters})
+            _let_repeat(optimizer, made)
+
+    def _parameter(self, number: int, name: str) -> nn.Parameter:
+        return self._models[number].get_parameter(name)
+
+
+def _let_repeat(optimizer: torch.optim.Optimizer, made: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Let the script add once more groups that a resume has ``made``: what the script gives is there already."""
+    add: Callable[[dict[str, Any]], None] = optimizer.add_param_group
+    known = [{id(p) for p in parameters} for parameters in made]
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        given = group["params"]
+        parameters = [given] if isinstance(given, torch.Tensor) else list(given)
+        if {id(p[1] if isinstance(p, tuple) else p) for p in parameters} not in known:
+            add({**group, "params": parameters})
+
+    cast(Any, optimizer).add_param_group = add_param_group
