@@ -15,7 +15,7 @@ import functools
 import gc
 import itertools
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Final
@@ -33,6 +33,12 @@ from lockstep.run.source.source_reads import Lines
 _PARTS: Final = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 _MOST: Final = 16  # objects of one function and one line
 _VALUES: Final = (torch.Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
+#: The items of containers, whatever methods a class of the script's may have.
+_ITEMS: Final[tuple[tuple[type[Any], Callable[[Any], Iterable[Any]]], ...]] = (
+    (dict, dict.values),
+    (list, list.__iter__),
+    (tuple, tuple.__iter__),
+)
 #: What is run once a step, and in no body.
 _OF_STEPS: Final = (Optimizer, LRScheduler)
 #: What saves, and a file that is imported.
@@ -126,13 +132,11 @@ def _is_of_body(value: object, depth: int = 2) -> bool:
 
 
 def _holds_results(value: object, depth: int) -> bool:
-    if issubclass(type(value), dict):
-        items: Iterable[Any] = dict.values(value)  # type: ignore[arg-type]  # as just asked
-    elif issubclass(type(value), (list, tuple)):
-        items = value  # type: ignore[assignment]  # as just asked
-    else:
-        names = getattr(type(value), "__dataclass_fields__", ())
-        items = (attribute_of(value, name) for name in names)
+    kind: type[Any] = type(value)
+    items: Iterable[Any] = (attribute_of(value, name) for name in getattr(kind, "__dataclass_fields__", ()))
+    for known, items_of in _ITEMS:
+        if issubclass(kind, known):
+            items = items_of(value)
     return any(
         one.grad_fn is not None if issubclass(type(one), torch.Tensor) else depth > 0 and _holds_results(one, depth - 1)
         for one in itertools.islice(items, _MOST)
