@@ -37,6 +37,15 @@ _OF_DDP: Final = {
     "register_comm_hook": "run.model(...) returns your own module: --strategy ddp:compress=fp16, bf16 or powersgd "
     "compresses what it sends; a hook of your own needs DistributedDataParallel in a script without lockstep.Run",
 }
+#: By words of torch's errors that are enough to know them.
+_OF_TORCH: Final = {
+    # Torch says to use "spawn", which loader processes need not.
+    "Cannot re-initialize CUDA in forked subprocess": "loader processes use no GPU: leave .to(...) and .cuda() out of "
+    "the data set, its transforms and the collate function, since run.train moves batches to run.device by itself; or "
+    "read without loader processes: run.loader(..., workers=0)",
+    "not supported for tensor subclasses": "where the strategy divides the model, a rank holds a part of each "
+    "parameter: run.state_dict(model), called on all ranks, gives the leader whole tensors",
+}
 
 
 def add_advice(error: BaseException, *, attached: bool = True) -> None:
@@ -103,17 +112,6 @@ def _gpu(error: BaseException, frames: Frames) -> str:
     )
 
 
-def _forked(error: BaseException, frames: Frames) -> str:
-    # Torch says to use "spawn", which loader processes need not.
-    if "Cannot re-initialize CUDA in forked subprocess" not in str(error) or "lockstep.run" not in sys.modules:
-        return ""
-    return (
-        "loader processes use no GPU: leave .to(...) and .cuda() out of the data set, its transforms and the collate "
-        "function, since run.train moves batches to run.device by itself; or read without loader processes: "
-        "run.loader(..., workers=0)"
-    )
-
-
 def _ddp(error: BaseException, frames: Frames) -> str:
     # DistributedDataParallel itself has all of these.
     if not (isinstance(error, AttributeError) and hasattr(error.obj, "state_dict") and "lockstep.run" in sys.modules):
@@ -143,6 +141,12 @@ def _made_by_another(error: BaseException, frames: Frames) -> str:
     )
 
 
+def _of_torch(error: BaseException, frames: Frames) -> str:
+    if "lockstep.run" not in sys.modules:
+        return ""
+    return next((advice for words, advice in _OF_TORCH.items() if words in str(error)), "")
+
+
 def _grad_scaler(error: BaseException, frames: Frames) -> str:
     by_scaler = any(file.endswith(_GRAD_SCALER) for file, _ in frames)
     if not (isinstance(error, AssertionError) and by_scaler and "lockstep.run" in sys.modules):
@@ -150,15 +154,6 @@ def _grad_scaler(error: BaseException, frames: Frames) -> str:
     return (
         'leave the GradScaler out: with lockstep.Run(precision="fp16") run.step(loss) scales the loss, unscales the '
         "gradient, and skips a step that overflows"
-    )
-
-
-def _divided(error: BaseException, frames: Frames) -> str:
-    if "not supported for tensor subclasses" not in str(error) or "lockstep.run" not in sys.modules:
-        return ""
-    return (
-        "where the strategy divides the model, a rank holds a part of each parameter: run.state_dict(model), called on "
-        "all ranks, gives the leader whole tensors"
     )
 
 
@@ -209,6 +204,6 @@ def _collective(error: BaseException, frames: Frames) -> str:
 
 
 _ADVICES: Final[tuple[Callable[[BaseException, Frames], str], ...]] = (
-    *(_data, _gpu, _forked, _ddp, _no_gradient, _made_by_another, _grad_scaler, _divided),
+    *(_data, _gpu, _ddp, _no_gradient, _made_by_another, _grad_scaler, _of_torch),
     *(_loader_process, _semaphore, _relative_import, _collective),
 )

@@ -45,7 +45,7 @@ RANK_FILES = "rank-"  #: in that directory: what the name of the directory for a
 STOP_REASON = "stop-reason"  #: beside the socket of `CHANNEL`: a file that says why the launcher asks for a stop
 LOST_ADDRESSES = "lost-addresses"  #: beside it: a file with the addresses of hosts that are lost, one a line
 RUN_FILE = "run.json"  #: in the run directory: the file by which one recognizes it
-LOCK_FILE = ".lock"  #: in the run directory: whoever works there holds the lock on it
+LOCK_FILE = ".lock"  #: in the run directory: the launcher that works there holds the lock on it
 STOP_FILE = "STOP"  #: in the run directory: a file of this name asks the run to save and stop
 FAULT_NOTES = "faults.txt"  #: in the run directory: a line for each fault on purpose, before it happens
 

@@ -320,7 +320,10 @@ MUTANTS = [
     ),
     mutant("run/source/line_calls.py", "if not _is_of_body(value)", "if value is not None", LINE_CALLS),
     mutant(
-        "run/proofs/resume_proof.py", "_OF_BODY, _relative(was, is_now) if is_text else 0)", "_OF_BODY, 0)", RESUMES
+        "run/proofs/resume_proof.py",
+        "_OF_BODY, _relative_of_texts(was, is_now) if is_text else 0)",
+        "_OF_BODY, 0)",
+        RESUMES,
     ),
     mutant(
         "strategies/parts/gradient_accumulation.py",

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, TENSOR_RANK, mark_of, tells_values
+from lockstep.run.source.reachable import BUILTIN_METHODS, GENERATORS, is_told_by_values, mark_of
 from lockstep.run.source.script_functions import Context, is_of, is_ours, is_run
 from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import Place
@@ -152,10 +152,9 @@ class BodyChanges:
         if place is not None:
             # Of what cannot be looked at, two bodies show no difference.
             value = context.value_of(path)
-            mark = mark_of(value)
-            is_unseen = is_of(value, set) or (_is_iterator(value) and mark is None)
+            is_unseen = is_of(value, set) or (_is_iterator(value) and mark_of(value) is None)
             # Of a large tensor, or of one on a GPU, the mark is the object's, and a new object has another mark anyway.
-            is_unseen = is_unseen or (mark is not None and mark.rank == TENSOR_RANK and not tells_values(mark))
+            is_unseen = is_unseen or (is_of(value, torch.Tensor) and not is_told_by_values(value))  # type: ignore[arg-type]
             seen = _Seen(at.line, from_itself, when_needed, anew, at.sometimes or context.sometimes or is_unseen)
             self._seen.setdefault(place.slot, []).append(seen)
 

@@ -481,12 +481,11 @@ def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None
         if len(old) != len(new):
             return _Difference(f"micro-batch {index} had {len(old)} losses, and has {len(new)} now", _OF_LOSS)
         was, is_now = next((one, other) for one, other in zip(old, new, strict=True) if one != other)
-        size = abs(is_now - was) / max(abs(was), abs(is_now))
         text = f"the loss of micro-batch {index} was {was:.9g}, and is {is_now:.9g} now, of the same samples"
-        return _Difference(text, _OF_LOSS, size if math.isfinite(size) else math.inf)
+        return _Difference(text, _OF_LOSS, _relative(was, is_now))
     if (name := _other(before["options"], now["options"])) is not None:
         values = f"was {before['options'][name]}, and is {now['options'][name]} now"
-        size = _relative(before["options"][name], now["options"][name])
+        size = _relative_of_texts(before["options"][name], now["options"][name])
         return _Difference(f"{name} {values}, in the update", _OF_BODY, size)
     if (name := _other(before["state"], now["state"])) is not None:
         return _Difference(f"{name} has other values after the update, with the same samples and losses", _OF_UPDATE, 0)
@@ -494,18 +493,22 @@ def _difference_of_step(before: StateTree, now: StateTree) -> _Difference | None
         was, is_now = before["after"][name], now["after"][name]
         is_text = isinstance(was, str)
         values = f"was {was} at the end of the body, and is {is_now} now" if is_text else "has other values at its end"
-        return _Difference(f"{name} {values}", _OF_BODY, _relative(was, is_now) if is_text else 0)
+        return _Difference(f"{name} {values}", _OF_BODY, _relative_of_texts(was, is_now) if is_text else 0)
     return None
 
 
-def _relative(was: str, is_now: str) -> float:
-    """The relative difference of two numbers in texts; infinite for other texts, which no kernel computes."""
+def _relative(was: float, is_now: float) -> float:
+    """The relative difference of two numbers; infinite where one is not finite."""
+    size = abs(is_now - was) / max(abs(was), abs(is_now), math.ulp(0))
+    return size if math.isfinite(size) else math.inf
+
+
+def _relative_of_texts(was: str, is_now: str) -> float:
+    """The same of two numbers in texts; infinite for other texts, which no kernel computes."""
     try:
-        one, other = float(was), float(is_now)
+        return _relative(float(was), float(is_now))
     except ValueError:
         return math.inf
-    size = abs(one - other) / max(abs(one), abs(other), math.ulp(0))
-    return size if math.isfinite(size) else math.inf
 
 
 @cache

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.run.source.reachable import parts_of
 from lockstep.run.source.script_modules import is_script
 from lockstep.run.source.script_places import NOTHING, attribute_of, variable_at
 from lockstep.run.source.source_reads import Lines
@@ -33,12 +33,6 @@ from lockstep.run.source.source_reads import Lines
 _PARTS: Final = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"}
 _MOST: Final = 16  # objects of one function and one line
 _VALUES: Final = (torch.Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
-#: The items of containers, whatever methods a class of the script's may have.
-_ITEMS: Final[tuple[tuple[type[Any], Callable[[Any], Iterable[Any]]], ...]] = (
-    (dict, dict.values),
-    (list, list.__iter__),
-    (tuple, tuple.__iter__),
-)
 #: What is run once a step, and in no body.
 _OF_STEPS: Final = (Optimizer, LRScheduler)
 #: What saves, and a file that is imported.
@@ -132,14 +126,15 @@ def _is_of_body(value: object, depth: int = 2) -> bool:
 
 
 def _holds_results(value: object, depth: int) -> bool:
-    kind: type[Any] = type(value)
-    items: Iterable[Any] = (attribute_of(value, name) for name in getattr(kind, "__dataclass_fields__", ()))
-    for known, items_of in _ITEMS:
-        if issubclass(kind, known):
-            items = items_of(value)
+    if issubclass(type(value), (dict, list, tuple)):
+        items = [one for _, one in parts_of(value)]
+    else:
+        items = [attribute_of(value, name) for name in getattr(type(value), "__dataclass_fields__", ())]
     return any(
-        one.grad_fn is not None if issubclass(type(one), torch.Tensor) else depth > 0 and _holds_results(one, depth - 1)
-        for one in itertools.islice(items, _MOST)
+        one.grad_fn is not None  # type: ignore[attr-defined]  # as just asked
+        if issubclass(type(one), torch.Tensor)
+        else depth > 0 and _holds_results(one, depth - 1)
+        for one in items
     )
 
 

@@ -311,8 +311,13 @@ def is_plain(value: torch.Tensor) -> bool:
     return value.layout is torch.strided and not (value.is_nested or value.is_meta or hasattr(value, "to_local"))
 
 
+def is_told_by_values(value: torch.Tensor) -> bool:
+    """Whether the mark of a tensor is of its values, see `tells_values`; without computing the mark."""
+    return is_plain(value) and value.device.type == "cpu" and value.numel() <= SMALL
+
+
 def _seen_of_tensor(value: torch.Tensor) -> object:
-    if is_plain(value) and value.device.type == "cpu" and value.numel() <= SMALL:
+    if is_told_by_values(value):
         return value.dtype, value.shape, int(checksum(value))
     return value.dtype, id(value), None if value.is_inference() else version_of(value)
 
